@@ -27,10 +27,12 @@ class AnswerKind(NamedTuple):
     """The type of the object that is a whole answer."""
     chunk: str
     """The type of the object that is a part of one."""
+    operation: str
+    """Its name in OpenTelemetry's spans."""
 
 
-CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion", "chat.completion.chunk")
-COMPLETION = AnswerKind("complete", "cmpl-", "text_completion", "text_completion")
+CHAT = AnswerKind("chat", "chatcmpl-", "chat.completion", "chat.completion.chunk", "chat")
+COMPLETION = AnswerKind("complete", "cmpl-", "text_completion", "text_completion", "text_completion")
 
 
 class _Choice:

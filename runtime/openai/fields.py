@@ -189,6 +189,16 @@ _RERANK: dict[str, Check] = {
 }
 
 
+_TRANSCRIPTION: dict[str, Check] = {
+    "model": _text,
+    "language": _text,
+    "prompt": _text,
+    "response_format": _format("json", "text", "srt", "verbose_json", "vtt"),
+    "temperature": _number(0, 1),
+    "stream": _flag,
+}
+
+
 def check_chat(fields: Json) -> None:
     """Check a request for a chat. Raises `BadField`."""
     check(fields, _CHAT, ("model", "messages"))
@@ -212,6 +222,11 @@ def check_embeddings(fields: Json) -> None:
 def check_rerank(fields: Json) -> None:
     """Check a request for a ranking. Raises `BadField`."""
     check(fields, _RERANK, ("model", "query", "documents"))
+
+
+def check_transcription(fields: Json) -> None:
+    """Check a request for a transcription. Raises `BadField`."""
+    check(fields, _TRANSCRIPTION, ("model",))
 
 
 def _check_generation(fields: Json) -> None:

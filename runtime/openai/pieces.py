@@ -15,6 +15,8 @@ from moonpool.runtime.process.files import parsed_json
 # A piece says little. A longer one is a model's mistake, or its malice.
 MOST_PIECE_BYTES = 8 << 20
 _TEXTS = ("content", "reasoning_content", "refusal")
+_SPEECH = frozenset(("start", "end", "words", "language", "duration"))
+_SECONDS, _MOST_SECONDS = ("start", "end", "duration"), 1e6
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 
@@ -29,6 +31,8 @@ class Piece(NamedTuple):
     logprobs: dict[str, Any] | None = None
     usage: dict[str, int] | None = None
     """The tokens of `prompt_tokens` and `completion_tokens`."""
+    speech: dict[str, Any] | None = None
+    """Of a recording: `start` and `end` of the text in seconds, its `words`, the `language`, the `duration`."""
 
 
 def piece_of(raw: memoryview, model: str) -> Piece:
@@ -47,7 +51,9 @@ def piece_of(raw: memoryview, model: str) -> Piece:
         raise _bad(model, "'finish_reason' must be a text")
     if logprobs is not None and type(logprobs) is not dict:
         raise _bad(model, "'logprobs' must be an object")
-    return Piece(delta, index, reason, logprobs, _usage(fields.get("usage"), model))
+    usage = _usage(fields.get("usage"), model)
+    speech = None if _SPEECH.isdisjoint(fields) else _speech(fields, model)
+    return Piece(delta, index, reason, logprobs, usage, speech)
 
 
 def object_of(raw: memoryview, model: str) -> dict[str, Any]:
@@ -90,6 +96,34 @@ def _tool_call(call: object, at: int, model: str) -> dict[str, Any]:
     if "name" in made:
         found["type"] = "function"
     return {**found, "function": made}
+
+
+def _speech(fields: Mapping[str, Any], model: str) -> dict[str, Any]:
+    given = {name: fields[name] for name in _SPEECH if fields.get(name) is not None}
+    if ("start" in given) != ("end" in given):
+        raise _bad(model, "a segment has both 'start' and 'end'")
+    for name in _SECONDS:
+        if name in given and not _is_time(given[name]):
+            raise _bad(model, f"'{name}' must be a number of seconds")
+    if type(given.get("language", "")) is not str:
+        raise _bad(model, "'language' must be a text")
+    words = given.get("words", [])
+    if type(words) is not list:
+        raise _bad(model, "'words' must be a list")
+    if words:
+        given["words"] = [_word(each, model) for each in words]
+    return given
+
+
+def _word(word: object, model: str) -> dict[str, Any]:
+    made = {name: word.get(name) for name in ("word", "start", "end")} if isinstance(word, Mapping) else {}
+    if type(made.get("word")) is not str or not (_is_time(made["start"]) and _is_time(made["end"])):
+        raise _bad(model, "each of 'words' has a text 'word', 'start' and 'end'")
+    return made
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= _MOST_SECONDS
 
 
 def _usage(usage: object, model: str) -> dict[str, int] | None:

@@ -6,6 +6,7 @@ from moonpool.stub.openai import CompletionRequest as CompletionRequest
 from moonpool.stub.openai import Delta as Delta
 from moonpool.stub.openai import OpenAIRequest as OpenAIRequest
 from moonpool.stub.openai import RerankRequest as RerankRequest
+from moonpool.stub.openai import Segment as Segment
 from moonpool.stub.openai import TranscriptionRequest as TranscriptionRequest
 from moonpool.stub.openai import Usage as Usage
 from moonpool.stub.openai import tool_call as tool_call

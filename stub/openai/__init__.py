@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 
-from moonpool.stub.openai.pieces import BadRequest, Delta, Usage, tool_call
+from moonpool.stub.openai.pieces import BadRequest, Delta, Segment, Usage, tool_call
 from moonpool.stub.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -38,6 +38,7 @@ __all__ = [
     "Delta",
     "OpenAIRequest",
     "RerankRequest",
+    "Segment",
     "TranscriptionRequest",
     "Usage",
     "tool_call",

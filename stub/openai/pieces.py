@@ -51,6 +51,21 @@ class Delta:
         self.index = index
 
 
+class Segment:
+    """Is a piece of a transcription: a text, with the seconds at which it begins and ends in the recording.
+
+    `words` are dicts with `word`, `start` and `end`.
+    """
+
+    __slots__ = ("content", "end", "start", "words")
+
+    def __init__(self, text: str, start: float, end: float, words: list[dict[str, Any]] | None = None) -> None:
+        self.content = text
+        self.start = start
+        self.end = end
+        self.words = words
+
+
 class Usage:
     """Tells how many tokens the prompt and the answer have. A model yields it once, last."""
 
@@ -61,7 +76,7 @@ class Usage:
         self.completion_tokens = completion_tokens
 
 
-Piece = Union[str, Delta, Usage]
+Piece = Union[str, Delta, Segment, Usage]
 
 
 def tool_call(
@@ -94,14 +109,16 @@ def encoded(piece: object) -> bytes:
             for name in Delta.__slots__
             if (value := getattr(piece, name)) is not None and (name != "index" or value)
         }
+    elif isinstance(piece, Segment):
+        fields = {name: value for name in Segment.__slots__ if (value := getattr(piece, name)) is not None}
     elif isinstance(piece, Usage):
         fields = {"usage": {name: getattr(piece, name) for name in Usage.__slots__}}
     elif isinstance(piece, Mapping):
         fields = piece
     else:
         raise TypeError(
-            f"yielded an object of type {type(piece).__name__}, and a piece is a str, a moonpool.openai.Delta, a Usage "
-            "or a dict with the fields of a Delta"
+            f"yielded an object of type {type(piece).__name__}, and a piece is a str, a moonpool.openai.Delta, a "
+            "Segment, a Usage or a dict with the fields of one of them"
         )
     # A text may hold half of a character, which has no form in UTF-8.
     return _encoded(fields).encode("utf-8", "replace")

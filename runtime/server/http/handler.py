@@ -44,7 +44,11 @@ _APIS = [
         (_MODEL, "metadata", None),
         (r"/v1/models/[^/]+/(?:load|unload)", "model-repository", "model-repository"),
         (r"/v1/models(?:/.*)?", "metadata", "model-repository"),
-        (r"/v1/(?:chat/)?completions|/v1/embeddings|(?:/v[12])?/rerank", "inference", "inference"),
+        (
+            r"/v1/(?:chat/)?completions|/v1/embeddings|/v1/audio/transcriptions|(?:/v[12])?/rerank",
+            "inference",
+            "inference",
+        ),
         (r"/health/ready", "health", "health"),
         (r"/metrics", None, "metrics"),
     )

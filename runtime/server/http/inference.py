@@ -380,10 +380,20 @@ def begin_trace(service: Service, exchange: HttpExchange, hosted: Hosted, reques
         trace.mark("HTTP_RECV_START", exchange.begun_ns)
         trace.mark("HTTP_RECV_END")
         trace.follow(request)
-        exchange.ended = partial(_end, trace)
+        if isinstance(exchange.ended, _TracesEnd):
+            exchange.ended.traces.append(trace)
+        else:
+            exchange.ended = _TracesEnd(trace)
     return trace
 
 
-def _end(trace: Trace) -> None:
-    trace.mark("HTTP_SEND_END")
-    trace.end()
+class _TracesEnd:
+    """Ends the traces of the requests that one exchange has become."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.traces = [trace]
+
+    def __call__(self) -> None:
+        for trace in self.traces:
+            trace.mark("HTTP_SEND_END")
+            trace.end()

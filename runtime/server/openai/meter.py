@@ -11,8 +11,11 @@ from moonpool.runtime.observe.exposition import ExposedFamily, Sample
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 from moonpool.runtime.openai.endpoints import PieceReader
 from moonpool.runtime.openai.pieces import Piece
+from moonpool.runtime.server.tracing.trace import Trace
 
 _TOKENS = {"prompt_tokens": "prompt", "completion_tokens": "completion"}
+# As OpenTelemetry names them in spans.
+_ATTRIBUTES = {"prompt_tokens": "gen_ai.usage.input_tokens", "completion_tokens": "gen_ai.usage.output_tokens"}
 
 
 class ModelCounts:
@@ -29,8 +32,9 @@ class ModelCounts:
 class CountingReader:
     """Reads the responses to one request, and counts them."""
 
-    def __init__(self, reader: PieceReader, counts: ModelCounts, received_ns: int) -> None:
-        """`received_ns` is the time of `time.monotonic_ns` when the request had come."""
+    def __init__(self, reader: PieceReader, counts: ModelCounts, received_ns: int, trace: Trace | None = None) -> None:
+        """`received_ns` is the time of `time.monotonic_ns` when the request had come. `trace` gets the tokens."""
+        self._trace = trace
         self._reader = reader
         self._counts = counts
         self._came_ns = received_ns
@@ -50,6 +54,8 @@ class CountingReader:
             for name, count in piece.usage.items():
                 self._counts.tokens[name] += max(0, count - self._told.get(name, 0))
             self._told = piece.usage
+            if self._trace is not None:
+                self._trace.attributes |= {_ATTRIBUTES[name]: count for name, count in piece.usage.items()}
         return piece
 
 

@@ -4,17 +4,12 @@ Theory of operation. Everything runs in tasks of the server's loop, one for each
 thread (`LongBodies`). A request becomes one request to the scheduler for each of its prompts, or for as many texts as
 the model takes in a batch. Their responses are streams. If the client leaves, the streams close, and that cancels the
 requests.
-
-The first piece decides about the status: an error before it has a status of its own. An error after it ends the stream
-with an event, and without `[DONE]`. Pieces that the client does not read wait here, up to a bound.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
@@ -22,49 +17,25 @@ from typing import Any
 from uuid import uuid4
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
-from moonpool.ipc.errors import MoonpoolError
-from moonpool.runtime.errors import ModelError, ModelNotFound
-from moonpool.runtime.hosting.model_control import version_of
-from moonpool.runtime.log import RuntimeLog
-from moonpool.runtime.model.details import details_of, with_parameters
-from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.errors import ModelError
 from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
-from moonpool.runtime.openai.conventions import endpoints_of
-from moonpool.runtime.openai.endpoints import Inputs, ModelEndpoints, PieceEndpoint, PieceReader, TextEndpoint
+from moonpool.runtime.openai.endpoints import PieceEndpoint
 from moonpool.runtime.openai.fields import BadField, check_chat, check_completion, check_embeddings, check_rerank
-from moonpool.runtime.schedule.backlog import held_bytes
-from moonpool.runtime.schedule.stream import ResponseStream
-from moonpool.runtime.server.http.connection import HttpExchange
-from moonpool.runtime.server.http.head import JSON, Body, Headers
-from moonpool.runtime.server.http.inference import begin_trace
+from moonpool.runtime.server.http.head import JSON, Body
 from moonpool.runtime.server.http.json_text import NotJson, check_values, dumps, loads
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
-from moonpool.runtime.server.inference.request import Hosted, make_request
-from moonpool.runtime.server.openai.errors import NoSuchModel, reply_of
-from moonpool.runtime.server.openai.meter import CountingReader
+from moonpool.runtime.server.openai.asking import ModelAsker, lacks, only, size_bytes
+from moonpool.runtime.server.openai.errors import NoSuchModel
+from moonpool.runtime.server.openai.events import ChunkWriter, EventStream, answered, json_reply
 from moonpool.runtime.server.openai.models import OpenAIModels
+from moonpool.runtime.server.openai.transcripts import Transcriptions
 from moonpool.runtime.server.service import Service
 
-_log = RuntimeLog("moonpool")
-_EVENTS: Headers = (
-    (b"Content-Type", b"text/event-stream; charset=utf-8"),
-    (b"Cache-Control", b"no-cache"),
-    # For proxies, which would hold small pieces back.
-    (b"X-Accel-Buffering", b"no"),
-)
-_DONE = b"data: [DONE]\n\n"
-_MOST_UNSENT_BYTES = 64 << 20
-# Events that are sent at once if they are there at once. More would hold the loop.
-_MOST_EVENTS = 64
-# A proxy may close a connection on which nothing comes for long. Clients skip a comment.
-_SILENCE_S, _COMMENT = 15.0, b":\n\n"
 _MOST_PROMPTS, _MOST_TEXTS = 128, 2048
 # Of the fields beside the prompts, for all prompts of a request together.
 _MOST_REPEATED_BYTES = 64 << 20
-_MOST_ID_CHARACTERS = 128
 Fields = Mapping[str, Any]
 
 
@@ -73,26 +44,27 @@ class OpenAIEndpoints:
 
     def __init__(self, service: Service, executor: Executor) -> None:
         """`executor` waits for models that are loaded."""
-        self._service = service
+        self._asker = ModelAsker(service)
         self._models = OpenAIModels(service, executor)
 
     def routes(self) -> list[Route]:
         """Return the routes of all endpoints."""
         models = self._models
         return [
-            Route("/v1/models", {"GET": _answered(models.list)}),
-            Route("/v1/models/{model}", {"GET": _answered(models.show)}),
-            Route("/v1/models/{model}/load", {"POST": _answered(models.load)}),
-            Route("/v1/models/{model}/unload", {"POST": _answered(models.unload)}),
-            Route("/v1/chat/completions", {"POST": _answered(self.chat)}),
-            Route("/v1/completions", {"POST": _answered(self.complete)}),
-            Route("/v1/embeddings", {"POST": _answered(self.embed)}),
-            *(Route(path, {"POST": _answered(self.rerank)}) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            Route("/v1/models", {"GET": answered(models.list)}),
+            Route("/v1/models/{model}", {"GET": answered(models.show)}),
+            Route("/v1/models/{model}/load", {"POST": answered(models.load)}),
+            Route("/v1/models/{model}/unload", {"POST": answered(models.unload)}),
+            Route("/v1/chat/completions", {"POST": answered(self.chat)}),
+            Route("/v1/completions", {"POST": answered(self.complete)}),
+            Route("/v1/embeddings", {"POST": answered(self.embed)}),
+            Route("/v1/audio/transcriptions", {"POST": answered(Transcriptions(self._asker).transcribe)}),
+            *(Route(path, {"POST": answered(self.rerank)}) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         ]
 
     def port_routes(self) -> list[Route]:
         """Return what a port for this API alone has beside those."""
-        return [Route("/health/ready", {"GET": _answered(self._models.ready)})]
+        return [Route("/health/ready", {"GET": answered(self._models.ready)})]
 
     # Texts
 
@@ -109,58 +81,28 @@ class OpenAIEndpoints:
     ) -> RouteReply | None:
         exchange = request.exchange
         fields, prompts = await request.read(partial(_read_prompts, check))
-        hosted, endpoint = self._find_text(fields["model"], kind.endpoint)
+        hosted, endpoint = self._asker.find_text(fields["model"], kind.endpoint)
         number = uuid4().hex
         answer = TextAnswer(kind, number, fields)
         with ExitStack() as closing:
-            streams = [
-                closing.enter_context(self._ask(request, hosted, endpoint.outputs, endpoint.inputs(each, body)))
-                for each, body in prompts
-            ]
-            counts = self._service.metrics.openai.of(hosted.model.name)
-            readers = [CountingReader(endpoint.reader(each), counts, exchange.received_ns) for each, _ in prompts]
+            streams, readers = [], []
+            for each, body in prompts:
+                inputs = endpoint.inputs(each, body)
+                stream, reader = self._asker.ask_for_pieces(request, hosted, endpoint, inputs, each, kind.operation)
+                streams.append(closing.enter_context(stream))
+                readers.append(reader)
             exchange.cancel = closing.close
             if fields.get("stream"):
-                await _Stream(request, answer, readers).send(streams)
+                await EventStream(request, ChunkWriter(answer), readers).send(streams)
                 return None
-            size_bytes = 0
+            held = 0
             for place, stream in enumerate(streams):
                 async for response in stream:
-                    size_bytes += _size_bytes(response)
-                    check_values(size_bytes, exchange.limits.json_bytes)
+                    held += size_bytes(response)
+                    check_values(held, exchange.limits.json_bytes)
                     answer.add(readers[place].piece(response), place)
                 answer.end(place)
-        return _reply(answer.whole())
-
-    def _find(self, name: str) -> tuple[Hosted, ModelEndpoints]:
-        """Return a model, whose name may have a version behind a colon. Raises `MoonpoolError`."""
-        try:
-            hosted: Hosted = self._service.models.find(name)
-        except ModelNotFound:
-            base, colon, version = name.rpartition(":")
-            if not colon or not version.isdecimal():
-                raise NoSuchModel(name) from None
-            hosted = self._service.models.find(base, version_of(version))
-        return hosted, endpoints_of(hosted.model)
-
-    def _find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:
-        hosted, endpoints = self._find(name)
-        endpoint = endpoints.text(name, method)
-        if endpoint is None:
-            raise NoSuchModel(name, why=_lacks(name, method))
-        return hosted, endpoint
-
-    def _ask(self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs) -> ResponseStream:
-        """Submit a request. The caller closes its stream."""
-        exchange = request.exchange
-        details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
-        made = make_request(hosted, inputs, outputs, details)
-        service = self._service
-        if service.capture is not None:
-            service.capture.take(hosted.model, made)
-        if service.traces.is_on:
-            begin_trace(service, exchange, hosted, made)
-        return ResponseStream(hosted.scheduler, made, None)
+        return json_reply(answer.whole())
 
     # Numbers
 
@@ -168,164 +110,32 @@ class OpenAIEndpoints:
         """Return a row of numbers for each text."""
         exchange = request.exchange
         fields = await request.read(_read_texts)
-        hosted, endpoints = self._find(fields["model"])
+        hosted, endpoints = self._asker.find(fields["model"])
         endpoint = endpoints.embedding
         if endpoint is None:
-            raise NoSuchModel(fields["model"], why=_lacks(fields["model"], "embed"))
+            raise NoSuchModel(fields["model"], why=lacks(fields["model"], "embed"))
         made = endpoint.requests(_texts_in(fields, takes_tokens=endpoint.takes_tokens), fields)
         with ExitStack() as closing:
             streams = [
-                closing.enter_context(self._ask(request, hosted, endpoint.outputs, inputs)) for inputs, _ in made
+                closing.enter_context(self._asker.ask(request, hosted, endpoint.outputs, inputs, "embeddings"))
+                for inputs, _ in made
             ]
             exchange.cancel = closing.close
-            found = [
-                endpoint.rows(await _only(stream), count) for stream, (_, count) in zip(streams, made, strict=True)
-            ]
+            found = [endpoint.rows(await only(stream), count) for stream, (_, count) in zip(streams, made, strict=True)]
         return RouteReply(200, JSON, _embeddings(fields, found))
 
     async def rerank(self, request: RouteRequest) -> RouteReply:
         """Return the documents with their scores, the best first."""
         exchange = request.exchange
         fields, body = await request.read(_read_ranking)
-        hosted, endpoint = self._find_text(fields["model"], "rerank")
+        hosted, endpoint = self._asker.find_text(fields["model"], "rerank")
         if not isinstance(endpoint, PieceEndpoint):
-            raise NoSuchModel(fields["model"], why=_lacks(fields["model"], "rerank"))
+            raise NoSuchModel(fields["model"], why=lacks(fields["model"], "rerank"))
         inputs = endpoint.inputs(fields, body)
-        with self._ask(request, hosted, endpoint.outputs, inputs) as stream:
+        with self._asker.ask(request, hosted, endpoint.outputs, inputs, "rerank") as stream:
             exchange.cancel = stream.close
-            answer = endpoint.object(await _only(stream))
-        return _reply(_ranking(fields, answer, hosted.model.name))
-
-
-class _Stream:
-    """An answer that is sent piece by piece."""
-
-    def __init__(self, request: RouteRequest, answer: TextAnswer, readers: Sequence[PieceReader]) -> None:
-        self._exchange = request.exchange
-        self._headers = (*_EVENTS, *_id_header(request))
-        self._answer = answer
-        # What is the same in all chunks, before and behind the choice.
-        self._before = b'data: %b,"choices":[' % dumps(answer.chunk_head)[:-1]
-        self._behind = b'],"usage":null}\n\n' if answer.tells_usage else b"]}\n\n"
-        self._readers = readers
-        self._sent_s = 0.0
-        self._timer: asyncio.TimerHandle
-
-    async def send(self, streams: Sequence[ResponseStream]) -> None:
-        """Send everything, as it comes. Raises an error before the first event; sends a later one."""
-        exchange = self._exchange
-        self._look_in(_SILENCE_S)
-        try:
-            if len(streams) == 1:
-                await self._send(streams[0], 0)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for place, stream in enumerate(streams):
-                        group.create_task(self._send(stream, place))
-            self._write(self._last())
-        except BaseExceptionGroup as errors:
-            self._fail(errors.exceptions[0])
-        except MoonpoolError as error:
-            self._fail(error)
-        finally:
-            self._timer.cancel()
-        exchange.finish()
-
-    async def _send(self, stream: ResponseStream, place: int) -> None:
-        exchange = self._exchange
-        events: list[bytes] = []
-        try:
-            async for response in stream:
-                piece = self._readers[place].piece(response)
-                events += map(self._event, self._answer.chunks(piece, place))
-                if len(events) < _MOST_EVENTS and stream.has_next:
-                    continue
-                self._write(b"".join(events))
-                events.clear()
-                if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
-                    exchange.abort()
-                # Pieces may come faster than they can be sent: let other clients have their turn.
-                await asyncio.sleep(0)
-            events += map(self._event, self._answer.end_chunks(place))
-        finally:
-            # What came before an error comes before it at the client, too.
-            self._write(b"".join(events))
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return b"%b%b%b" % (self._before, _written(choice), self._behind)
-
-    def _last(self) -> bytes:
-        """Return the events behind those of all choices."""
-        usage = self._answer.usage
-        if not self._answer.tells_usage or usage is None:
-            return _DONE
-        return b'%b],"usage":%b}\n\n%b' % (self._before, dumps(usage), _DONE)
-
-    def _write(self, events: bytes) -> None:
-        exchange = self._exchange
-        if not events:  # the status waits for the first event
-            return
-        if not exchange.status:
-            exchange.begin(200, self._headers)
-        exchange.send(events)
-        self._sent_s = time.monotonic()
-
-    def _fail(self, error: BaseException) -> None:
-        """Send an error as the last event, unless nothing was sent."""
-        exchange = self._exchange
-        if not exchange.status:
-            raise error
-        exchange.has_failed = True
-        exchange.send(reply_of(error).event)
-
-    def _look_in(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
-
-    def _beat(self) -> None:
-        """Send a comment if nothing was sent for long, once the headers are out."""
-        left_s = self._sent_s + _SILENCE_S - time.monotonic()
-        if left_s <= 0 and self._exchange.status:
-            self._write(_COMMENT)
-        self._look_in(left_s if left_s > 0 else _SILENCE_S)
-
-
-def _answered(
-    endpoint: Callable[[RouteRequest], Awaitable[RouteReply | None]],
-) -> Callable[[RouteRequest], Awaitable[RouteReply | None]]:
-    """Return an endpoint that tells errors as clients of this API read them, with the id of the request."""
-
-    async def answer(request: RouteRequest) -> RouteReply | None:
-        exchange = request.exchange
-        exchange.received_ns = time.monotonic_ns()
-        request.id = _id_of(exchange)
-        try:
-            made = await endpoint(request)
-        except Exception as error:
-            if exchange.status:
-                raise
-            if not isinstance(error, MoonpoolError):
-                _log.exception("answering %r failed", exchange.head.target[:200])
-            refusal = reply_of(error)
-            made = RouteReply(refusal.status, refusal.headers, refusal.body)
-        if made is None:
-            return None
-        return made._replace(headers=(*made.headers, *_id_header(request)))
-
-    return answer
-
-
-def _reply(value: object) -> RouteReply:
-    return RouteReply(200, JSON, _written(value))
-
-
-def _written(value: object) -> bytes:
-    """Return what a model has answered as JSON. Raises `ModelError` for a text or a number that JSON has no form
-    for.
-    """
-    try:
-        return orjson.dumps(value)
-    except TypeError as error:
-        raise ModelError(f"the model's answer cannot be written as JSON: {error}") from None
+            answer = endpoint.object(await only(stream))
+        return json_reply(_ranking(fields, answer, hosted.model.name))
 
 
 def _body_of(fields: Fields) -> bytes:
@@ -336,18 +146,6 @@ def _body_of(fields: Fields) -> bytes:
         return dumps(fields)
     except (TypeError, ValueError) as error:
         raise BadField(f"a value of the request cannot be written as JSON: {error}") from None
-
-
-def _id_of(exchange: HttpExchange) -> str:
-    """Return the id of a request: the client's, or one of ours."""
-    given = exchange.head.headers.get(b"x-request-id", b"").decode("latin-1")
-    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
-        return given
-    return uuid4().hex
-
-
-def _id_header(request: RouteRequest) -> Headers:
-    return ((b"x-request-id", request.id.encode("ascii")),)
 
 
 # Requests. These run on a thread if the body is long.
@@ -413,22 +211,6 @@ def _read_ranking(body: Body) -> tuple[Fields, bytes]:
 
 
 # Answers
-
-
-async def _only(stream: ResponseStream) -> Response:
-    """Return the first response, of a model that gives one. Raises what the model answered instead."""
-    async for response in stream:
-        return response
-    raise ModelError("the model gave no answer")
-
-
-def _size_bytes(response: Response) -> int:
-    """Return about the memory that a piece takes until the answer is whole."""
-    return held_bytes(response) + sum(WireTensor.of(each).raw.nbytes for each in response.outputs.values())
-
-
-def _lacks(name: str, method: str) -> str:
-    return f"model '{name}' has no endpoint '{method}': see docs/OPENAI.md for what gives it one"
 
 
 def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int | None]]) -> bytes:

@@ -84,6 +84,7 @@ class Spans:
             "triton.model_version": trace.model.version,
             "triton.trace_id": trace.number,
             "triton.trace_parent_id": 0 if trace.parent is None else trace.parent.number,
+            **trace.attributes,
         }
         if trace.request_id:
             attributes["triton.request_id"] = trace.request_id

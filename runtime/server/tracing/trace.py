@@ -64,6 +64,7 @@ class Trace:
         "_request",
         "_size_bytes",
         "_wants_tensors",
+        "attributes",
         "context",
         "is_executed",
         "log_frequency",
@@ -98,6 +99,8 @@ class Trace:
         self.context = f"#{number}"
         if spans is not None:
             self.context = f'{{"traceparent":"00-{spans.trace:032x}-{spans.model:016x}-01"}}'
+        # What else OpenTelemetry's span of the model has, by OpenTelemetry's names.
+        self.attributes: dict[str, str | int] = {}
         self.marks: list[tuple[str, int]] = []
         self.tensors: list[TracedTensor] = []
         self.is_executed = False

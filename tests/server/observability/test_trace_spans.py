@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
 from tests.runtime.server.outcomes import outcome_of
+from tests.server.http.serving import Serving
 from tests.server.observability.models import write
 
 import moonpool
@@ -128,6 +129,31 @@ def test_spans_are_as_tritons_and_below_the_clients(tmp_path: Path, collector: C
     }
     assert collector.resources[0]["service.name"] == "moonpool"
     assert collector.resources[0]["team"] == "blue"
+
+
+def test_spans_of_openai_s_api_have_the_model_and_its_tokens(collector: Collector) -> None:
+    traces = Traces(trace_options(flags(collector, 1)))
+    with moonpool.Runtime() as runtime:
+        runtime.load("writer", str(MODELS / "writer.py"))
+        serving = Serving(runtime)
+        serving.service.traces = traces
+        with serving:
+            for stream in (False, True):
+                messages = [{"role": "user", "content": "counts"}]
+                asked = {"model": "writer", "messages": messages, "stream": stream}
+                assert serving.post("/v1/chat/completions", asked).status == 200
+            assert serving.post("/v1/completions", {"model": "writer", "prompt": ["a", "b"]}).status == 200
+    traces.close()
+
+    found = [
+        {each.key: each.value.int_value or each.value.string_value for each in span.attributes}
+        for span in collector.spans
+        if span.name == "writer"
+    ]
+    assert [each["gen_ai.operation.name"] for each in found] == ["chat"] * 2 + ["text_completion"] * 2
+    assert {each["gen_ai.request.model"] for each in found} == {"writer"}
+    counts = [(each.get("gen_ai.usage.input_tokens"), each.get("gen_ai.usage.output_tokens")) for each in found]
+    assert counts == [(3, 2)] * 2 + [(1, 1)] * 2
 
 
 def test_the_model_gets_the_context_to_hand_on(collector: Collector) -> None:

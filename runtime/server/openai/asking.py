@@ -1,0 +1,101 @@
+"""Finds the models that requests of OpenAI's API name, and asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moonpool.runtime.errors import ModelError, ModelNotFound
+from moonpool.runtime.hosting.model_control import version_of
+from moonpool.runtime.model.details import details_of, with_parameters
+from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.openai.conventions import endpoints_of
+from moonpool.runtime.openai.endpoints import Inputs, ModelEndpoints, TextEndpoint
+from moonpool.runtime.schedule.backlog import held_bytes
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.runtime.server.http.inference import begin_trace
+from moonpool.runtime.server.http.routes import RouteRequest
+from moonpool.runtime.server.inference.request import Hosted, make_request
+from moonpool.runtime.server.openai.errors import NoSuchModel
+from moonpool.runtime.server.openai.meter import CountingReader
+from moonpool.runtime.server.service import Service
+from moonpool.runtime.server.tracing.trace import Trace
+
+Fields = Mapping[str, Any]
+
+
+class ModelAsker:
+    """Asks the models of a service. For the loop's thread."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def find(self, name: str) -> tuple[Hosted, ModelEndpoints]:
+        """Return a model, whose name may have a version behind a colon. Raises `MoonpoolError`."""
+        try:
+            hosted: Hosted = self._service.models.find(name)
+        except ModelNotFound:
+            base, colon, version = name.rpartition(":")
+            if not colon or not version.isdecimal():
+                raise NoSuchModel(name) from None
+            hosted = self._service.models.find(base, version_of(version))
+        return hosted, endpoints_of(hosted.model)
+
+    def find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:
+        """Return a model and its endpoint for a method that answers with pieces. Raises `MoonpoolError`."""
+        hosted, endpoints = self.find(name)
+        endpoint = endpoints.text(name, method)
+        if endpoint is None:
+            raise NoSuchModel(name, why=lacks(name, method))
+        return hosted, endpoint
+
+    def ask(
+        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs, operation: str
+    ) -> ResponseStream:
+        """Submit a request. The caller closes its stream. `operation` names it in a trace."""
+        return self._ask(request, hosted, outputs, inputs, operation)[0]
+
+    def ask_for_pieces(
+        self,
+        request: RouteRequest,
+        hosted: Hosted,
+        endpoint: TextEndpoint,
+        inputs: Inputs,
+        fields: Fields,
+        operation: str,
+    ) -> tuple[ResponseStream, CountingReader]:
+        """Submit a request, and return its stream, which the caller closes, with a reader of its pieces."""
+        stream, trace = self._ask(request, hosted, endpoint.outputs, inputs, operation)
+        counts = self._service.metrics.openai.of(hosted.model.name)
+        return stream, CountingReader(endpoint.reader(fields), counts, request.exchange.received_ns, trace)
+
+    def _ask(
+        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs, operation: str
+    ) -> tuple[ResponseStream, Trace | None]:
+        exchange, service, trace = request.exchange, self._service, None
+        details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
+        made = make_request(hosted, inputs, outputs, details)
+        if service.capture is not None:
+            service.capture.take(hosted.model, made)
+        if service.traces.is_on:
+            trace = begin_trace(service, exchange, hosted, made)
+            if trace is not None:
+                trace.attributes = {"gen_ai.operation.name": operation, "gen_ai.request.model": hosted.model.name}
+        return ResponseStream(hosted.scheduler, made, None), trace
+
+
+async def only(stream: ResponseStream) -> Response:
+    """Return the first response, of a model that gives one. Raises what the model answered instead."""
+    async for response in stream:
+        return response
+    raise ModelError("the model gave no answer")
+
+
+def size_bytes(response: Response) -> int:
+    """Return about the memory that a piece takes until the answer is whole."""
+    return held_bytes(response) + sum(WireTensor.of(each).raw.nbytes for each in response.outputs.values())
+
+
+def lacks(name: str, method: str) -> str:
+    """Say that a model has no such endpoint."""
+    return f"model '{name}' has no endpoint '{method}': see docs/OPENAI.md for what gives it one"

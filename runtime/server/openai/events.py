@@ -1,0 +1,216 @@
+"""Sends answers of OpenAI's API: whole ones, streams of events, and errors in the form that its clients read.
+
+The first piece decides about the status: an error before it has a status of its own. An error after it ends the stream
+with an event, and without `[DONE]`. Pieces that the client does not read wait here, up to a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+from uuid import uuid4
+
+import orjson
+
+from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import ModelError
+from moonpool.runtime.log import RuntimeLog
+from moonpool.runtime.openai.answers import TextAnswer
+from moonpool.runtime.openai.endpoints import PieceReader
+from moonpool.runtime.openai.pieces import Piece
+from moonpool.runtime.schedule.stream import ResponseStream
+from moonpool.runtime.server.http.connection import HttpExchange
+from moonpool.runtime.server.http.head import JSON, Headers
+from moonpool.runtime.server.http.json_text import dumps
+from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
+from moonpool.runtime.server.openai.errors import reply_of
+
+_log = RuntimeLog("moonpool")
+_EVENTS: Headers = (
+    (b"Content-Type", b"text/event-stream; charset=utf-8"),
+    (b"Cache-Control", b"no-cache"),
+    # For proxies, which would hold small pieces back.
+    (b"X-Accel-Buffering", b"no"),
+)
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream which has not failed."""
+_MOST_UNSENT_BYTES = 64 << 20
+# Events that are sent at once if they are there at once. More would hold the loop.
+_MOST_EVENTS = 64
+# A proxy may close a connection on which nothing comes for long. Clients skip a comment.
+_SILENCE_S, _COMMENT = 15.0, b":\n\n"
+_MOST_ID_CHARACTERS = 128
+
+
+class EventWriter(Protocol):
+    """Makes the events of one answer."""
+
+    def of(self, piece: Piece, place: int) -> list[bytes]:
+        """Return the events for a piece of the answer to the prompt at `place`. Raises `ModelError`."""
+
+    def at_end(self, place: int) -> list[bytes]:
+        """Return the events that end the answer to the prompt at `place`."""
+
+    def last(self) -> bytes:
+        """Return the events behind those of all prompts, and `DONE`."""
+
+
+class ChunkWriter:
+    """Makes the events of a chat or a completion."""
+
+    def __init__(self, answer: TextAnswer) -> None:
+        self._answer = answer
+        # What is the same in all chunks, before and behind the choice.
+        self._before = b'data: %b,"choices":[' % dumps(answer.chunk_head)[:-1]
+        self._behind = b'],"usage":null}\n\n' if answer.tells_usage else b"]}\n\n"
+
+    def of(self, piece: Piece, place: int) -> list[bytes]:
+        """Return a chunk for each choice of `TextAnswer.chunks`."""
+        return [self._event(choice) for choice in self._answer.chunks(piece, place)]
+
+    def at_end(self, place: int) -> list[bytes]:
+        """Return a chunk for each choice of `TextAnswer.end_chunks`."""
+        return [self._event(choice) for choice in self._answer.end_chunks(place)]
+
+    def last(self) -> bytes:
+        """Return the chunk with the usage, if it is wanted and known, and `DONE`."""
+        usage = self._answer.usage
+        if not self._answer.tells_usage or usage is None:
+            return DONE
+        return b'%b],"usage":%b}\n\n%b' % (self._before, dumps(usage), DONE)
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return b"%b%b%b" % (self._before, written(choice), self._behind)
+
+
+class EventStream:
+    """An answer that is sent piece by piece."""
+
+    def __init__(self, request: RouteRequest, writer: EventWriter, readers: Sequence[PieceReader]) -> None:
+        self._exchange = request.exchange
+        self._headers = (*_EVENTS, *_id_header(request))
+        self._writer = writer
+        self._readers = readers
+        self._sent_s = 0.0
+        self._timer: asyncio.TimerHandle
+
+    async def send(self, streams: Sequence[ResponseStream]) -> None:
+        """Send everything, as it comes. Raises an error before the first event; sends a later one."""
+        exchange = self._exchange
+        self._look_in(_SILENCE_S)
+        try:
+            if len(streams) == 1:
+                await self._send(streams[0], 0)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for place, stream in enumerate(streams):
+                        group.create_task(self._send(stream, place))
+            self._write(self._writer.last())
+        except BaseExceptionGroup as errors:
+            self._fail(errors.exceptions[0])
+        except MoonpoolError as error:
+            self._fail(error)
+        finally:
+            self._timer.cancel()
+        exchange.finish()
+
+    async def _send(self, stream: ResponseStream, place: int) -> None:
+        exchange = self._exchange
+        events: list[bytes] = []
+        try:
+            async for response in stream:
+                piece = self._readers[place].piece(response)
+                events += self._writer.of(piece, place)
+                if len(events) < _MOST_EVENTS and stream.has_next:
+                    continue
+                self._write(b"".join(events))
+                events.clear()
+                if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
+                    exchange.abort()
+                # Pieces may come faster than they can be sent: let other clients have their turn.
+                await asyncio.sleep(0)
+            events += self._writer.at_end(place)
+        finally:
+            # What came before an error comes before it at the client, too.
+            self._write(b"".join(events))
+
+    def _write(self, events: bytes) -> None:
+        exchange = self._exchange
+        if not events:  # the status waits for the first event
+            return
+        if not exchange.status:
+            exchange.begin(200, self._headers)
+        exchange.send(events)
+        self._sent_s = time.monotonic()
+
+    def _fail(self, error: BaseException) -> None:
+        """Send an error as the last event, unless nothing was sent."""
+        exchange = self._exchange
+        if not exchange.status:
+            raise error
+        exchange.has_failed = True
+        exchange.send(reply_of(error).event)
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
+        """Send a comment if nothing was sent for long, once the headers are out."""
+        left_s = self._sent_s + _SILENCE_S - time.monotonic()
+        if left_s <= 0 and self._exchange.status:
+            self._write(_COMMENT)
+        self._look_in(left_s if left_s > 0 else _SILENCE_S)
+
+
+def answered(
+    endpoint: Callable[[RouteRequest], Awaitable[RouteReply | None]],
+) -> Callable[[RouteRequest], Awaitable[RouteReply | None]]:
+    """Return an endpoint that tells errors as clients of this API read them, with the id of the request."""
+
+    async def answer(request: RouteRequest) -> RouteReply | None:
+        exchange = request.exchange
+        exchange.received_ns = time.monotonic_ns()
+        request.id = _id_of(exchange)
+        try:
+            made = await endpoint(request)
+        except Exception as error:
+            if exchange.status:
+                raise
+            if not isinstance(error, MoonpoolError):
+                _log.exception("answering %r failed", exchange.head.target[:200])
+            refusal = reply_of(error)
+            made = RouteReply(refusal.status, refusal.headers, refusal.body)
+        if made is None:
+            return None
+        return made._replace(headers=(*made.headers, *_id_header(request)))
+
+    return answer
+
+
+def json_reply(value: object) -> RouteReply:
+    """Return what a model has answered as JSON. Raises as `written`."""
+    return RouteReply(200, JSON, written(value))
+
+
+def written(value: object) -> bytes:
+    """Return what a model has answered as JSON. Raises `ModelError` for a text or a number that JSON has no form
+    for.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError as error:
+        raise ModelError(f"the model's answer cannot be written as JSON: {error}") from None
+
+
+def _id_of(exchange: HttpExchange) -> str:
+    """Return the id of a request: the client's, or one of ours."""
+    given = exchange.head.headers.get(b"x-request-id", b"").decode("latin-1")
+    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
+        return given
+    return uuid4().hex
+
+
+def _id_header(request: RouteRequest) -> Headers:
+    return ((b"x-request-id", request.id.encode("ascii")),)
