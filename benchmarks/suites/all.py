@@ -26,7 +26,6 @@ NAMES = (
     "bytes_tensors",
     "peers",
     "serve",
-    "sandbox",
     "truth",
     "ray_serve",
     "triton",

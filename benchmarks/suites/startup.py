@@ -1,5 +1,5 @@
 """Time from nothing to ready: of `import moonpool`, of a stub, of a load, of many loads, and of a stub that was
-killed.
+killed; loads at `strict`, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from moonpool.benchmarks.suites.rounds import in_turns
 _ROW = {name: np.ones((1, 4), np.float32) for name in ("INPUT0", "INPUT1")}
 # The values of MOONPOOL_PREFORK.
 _WAYS = {"blank": "forked", "no": "started anew"}
+# Nothing is forked at `strict`.
+_COLUMNS = {**_WAYS, "strict": "at strict"}
 # A program that loads one model, and prints how long that took.
 _FIRST = """
 import sys, time
@@ -32,7 +34,7 @@ with moonpool.Runtime() as runtime:
 
 
 class Loads:
-    """Loads, kills and loads again in one runtime, with one value of MOONPOOL_PREFORK."""
+    """Loads, kills and loads again in one runtime, with one value of MOONPOOL_PREFORK or at `strict`."""
 
     def __init__(self, runtime: moonpool.Runtime, way: str) -> None:
         self._runtime, self._way = runtime, way
@@ -40,7 +42,8 @@ class Loads:
         self._load(f"stays_{way}")
 
     def _load(self, name: str) -> None:
-        self._runtime.load(name, MODELS / "add_sub", options={"MOONPOOL_PREFORK": self._way, **RESTARTS})
+        key = "MOONPOOL_SANDBOX" if self._way == "strict" else "MOONPOOL_PREFORK"
+        self._runtime.load(name, MODELS / "add_sub", options={key: self._way, **RESTARTS})
 
     def kill(self) -> list[float]:
         """Milliseconds from the death of a stub to the next answer of its model."""
@@ -100,7 +103,7 @@ def measure(report: Report, quick: bool) -> None:
     for way, found in first.items():
         report.figure("the first load of a program", "ms", found.values, column=_WAYS[way])
     with moonpool.Runtime() as runtime:
-        loads = {way: Loads(runtime, way) for way in _WAYS}
+        loads = {way: Loads(runtime, way) for way in _COLUMNS}
         for name, goal, method in (
             ("a later load", "≤ 15 ms", Loads.load),
             ("kill -9 to the next answer", "≤ 40 ms", Loads.kill),
@@ -108,14 +111,15 @@ def measure(report: Report, quick: bool) -> None:
             cases = {way: partial(method, each) for way, each in loads.items()}
             for way, found in in_turns(cases, rounds).items():
                 shown = goal if way == "blank" else ""
-                report.figure(name, "ms", found.values, column=_WAYS[way], goal=shown, headline=True)
-        found_many = in_turns({way: partial(each.load, many) for way, each in loads.items()}, 1 if quick else 3)
+                report.figure(name, "ms", found.values, column=_COLUMNS[way], goal=shown, headline=True)
+        found_many = in_turns({way: partial(loads[way].load, many) for way in _WAYS}, 1 if quick else 3)
         for way, found in found_many.items():
             report.figure(f"{many} loads, one after the other", "ms", found.values, column=_WAYS[way])
         ratios = found_many["no"].over(found_many["blank"])
         report.ratio(f"{many} loads: started anew over forked", ratios, headline=True)
     report.note(
-        "The model adds two arrays, at the level standard. Its one process completes the configuration and serves."
+        "The model adds two arrays, at `standard` unless it says strict. Its one process completes the configuration "
+        "and serves."
     )
 
 

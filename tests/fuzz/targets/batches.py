@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from tests.fuzz.choices import Choices
-from tests.stub.peers.desk import ANSWERS, REGION_BYTES, REQUESTS, StubDesk, compiled, in_python
+from tests.stub.peers.desk import ANSWERS, LENT, REGION_BYTES, REQUESTS, StubDesk, compiled, in_python
 
 from moonpool.ipc.codec import encode
 from moonpool.ipc.messages import NO_CORE, Kind
@@ -48,7 +48,7 @@ def _packet(choices: Choices, number: int) -> bytes:
         [_block(choices) for _ in range(choices.of([1, 1, 1, 1, 1, 1, 0, 2]))],
         encode(*rows),
         choices.of([None, None, None, None, [None] * count, [["id", 0, 0, 0, 0, None, None, None, 0, 0]] * count]),
-        choices.of([None, None, None, None, None, [], [[0, 0, REQUESTS, 0, 4]]]),
+        choices.of([None, None, None, None, [], [[0, 0, REQUESTS, 0, 4]], [_target(choices) for _ in choices.some(3)]]),
     ]
     if choices.byte() >= 240:
         fields[choices.byte() % len(fields)] = choices.of([None, True, -1, 2.0, "text", b"", [], {}])
@@ -59,7 +59,12 @@ def _packet(choices: Choices, number: int) -> bytes:
 
 def _block(choices: Choices) -> list[int]:
     offset = choices.number(0, 0, 128, REGION_BYTES - 64)
-    return [choices.number(REQUESTS, REQUESTS, REQUESTS, ANSWERS), offset, choices.number(64, 64, 16, 0)]
+    return [choices.number(REQUESTS, REQUESTS, LENT, ANSWERS), offset, choices.number(64, 64, 16, 0)]
+
+
+def _target(choices: Choices) -> list[int]:
+    index, output = choices.number(0, 0, 1), choices.number(0, 0, 1)
+    return [index, output, choices.number(LENT, LENT, LENT, REQUESTS), choices.number(0, 64), choices.number(16, 64, 0)]
 
 
 def _row(choices: Choices, index: int) -> list[Any]:

@@ -28,7 +28,7 @@ from moonpool.stub.peers.peer import Peer
 from moonpool.stub.peers.port import StubPort, compiled_port
 
 INPUTS, OUTPUTS = ["A", "B", "TEXT"], ["SUM", "DIFF", "SAID"]
-REQUESTS, ANSWERS = 1, 2
+REQUESTS, ANSWERS, LENT = 1, 2, 3
 REGION_BYTES = 1 << 16
 
 Execute = Callable[[list[InferenceRequest]], object]
@@ -97,12 +97,13 @@ class StubDesk:
         }
         work, self.work = Channel.pair()
         control, self.control = Channel.pair()
-        self.regions = {number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS)}
+        self.regions = {number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS, LENT)}
         conversation = Conversation(work, Side.STUB, cast(Any, None), after=Kind.LOADED)
         # The end of the runtime must not end this process.
         self.peer = Peer(conversation, control, self.start, lambda: None)
-        for region, writer in zip(self.regions.values(), (Side.RUNTIME, Side.STUB), strict=True):
-            self.peer.regions.add_first(region.id, REGION_BYTES, os.dup(region.fd), writer)
+        for number, writer in ((REQUESTS, Side.RUNTIME), (ANSWERS, Side.STUB)):
+            self.peer.regions.add_first(number, REGION_BYTES, os.dup(self.regions[number].fd), writer)
+        self.peer.regions.arrive_lent(LENT, REGION_BYTES, os.dup(self.regions[LENT].fd))
         # The answers to all GROW that may come: an item of the queue is the answer to the next one.
         for _ in range(1000):
             self.peer.regions.refuse("no more")
@@ -132,11 +133,12 @@ class StubDesk:
         blocks: list[list[int]],
         released: list[list[int]] | None = None,
         details: list[Any] | None = None,
+        targets: list[list[int]] | None = None,
     ) -> bytes:
         """Execute a batch, and return the packet of ANSWER."""
         self._batches += 1
         return self.ask_with(
-            encode(Kind.EXECUTE, self._batches, NO_CORE, released or [], blocks, encode(*layout), details, None)
+            encode(Kind.EXECUTE, self._batches, NO_CORE, released or [], blocks, encode(*layout), details, targets)
         )
 
     def ask_with(self, packet: bytes) -> bytes:
@@ -168,8 +170,11 @@ class StubDesk:
             assert peer.executing[1] is requests or not requests
         requests = None
         batch, regions = peer.batch, peer.regions
-        seen.append((peer.executing[0], list(batch.places), batch.has_copies, len(batch.targets)))
+        seen.append((peer.executing[0], list(batch.places), batch.has_copies))
+        seen.append([(type(region).__name__, place, size) for region, place, size in batch.lent])
+        seen.append({index: _shown(sorted(each.items())) for index, each in batch.targets.items()})
         peer.executing = (0, [])
+        batch.lent.clear()
         # In which order leases end does not count.
         seen.append((list(regions.returned), sorted(batch.returned), batch.kept))  # type: ignore[type-var]
         regions.returned.clear()
@@ -185,9 +190,9 @@ class StubDesk:
                 told.append(codec.decode(self.control.recv(1 << 16, socket.MSG_DONTWAIT)))
         return told
 
-    def write(self, offset: int, array: np.ndarray) -> None:
-        """Write an input, as the runtime does."""
-        self.regions[REQUESTS].write(offset, array)
+    def write(self, offset: int, array: np.ndarray, region: int = REQUESTS) -> None:
+        """Write an input, as the runtime or a client does."""
+        self.regions[region].write(offset, array)
 
     def outputs(self, answer: bytes) -> list[list[tuple[Any, bytes]]]:
         """Return index, datatype and shape of each output of an answer, and its bytes."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stub.peers.desk import ANSWERS, REQUESTS, StubDesk, compiled, in_python
+from tests.stub.peers.desk import ANSWERS, LENT, REQUESTS, StubDesk, compiled, in_python
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES
 from moonpool.ipc.codec import encode, work_codec
@@ -379,7 +379,10 @@ RETURNS = {
     "change the list": "requests.clear() or responses",
 }
 
-REQUESTED = ("plain", "plain", "plain", "other shape", "text", "detailed", "wanted", "two blocks")
+REQUESTED = (
+    *("plain", "plain", "plain", "other shape", "text", "detailed", "wanted", "two blocks"),
+    *("lent", "targets", "lent and targets", "small target"),
+)
 
 
 def _evaluated(code: str, **names: object) -> object:
@@ -406,9 +409,17 @@ Batches = list[tuple[list[tuple[str, str]], str, int, bool]]
 
 def _rows(form: str, index: int) -> list[list[Any]]:
     count, start = (3 if form == "other shape" else 4), index * 256
-    block = 1 if form == "two blocks" else 0
+    block = 1 if form in ("two blocks", "lent", "lent and targets") else 0
     rows = [[0, FP32, [count], 0, start, 4 * count], [1, FP32, [count], block, start + 64, 4 * count]]
     return [*rows, [2, BYTES, [1], 0, start + 128, 5]] if form == "text" else rows
+
+
+def _targets(form: str, index: int) -> list[list[int]]:
+    """The places of outputs in memory of a client, the second of which is for no array of four numbers."""
+    if "target" not in form:
+        return []
+    size = 4 if form == "small target" else 16
+    return [[index, 0, LENT, 32768 + index * 256, size], [index, 1, LENT, 32768 + index * 256 + 64, 15]]
 
 
 def _details(form: str) -> Details | None:
@@ -432,6 +443,7 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
             desk.write(at + 64, np.arange(4, dtype=np.float32) * index)
             desk.write(at + 128, np.frombuffer(b"\1\0\0\0x", np.uint8))
             desk.write(at + 4096 + 64, np.full(4, index, np.float32))
+            desk.write(at + 4096 + 64, np.full(4, index + 9, np.float32), LENT)
 
         def execute(given: list[InferenceRequest], requests: Any = requests, returned: str = returned) -> object:
             responses = [
@@ -443,19 +455,24 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
         desk.execute = execute
         details = [_details(form) for form, _ in requests]
         blocks = [[REQUESTS, start, 1024]]
-        if any(form == "two blocks" for form, _ in requests):
+        forms = [form for form, _ in requests]
+        if "two blocks" in forms:
             blocks.append([REQUESTS, start + 4096, 1024])
+        elif any("lent" in form for form in forms):
+            blocks.append([LENT, start + 4096, 1024])
         answer = desk.ask(
             [_rows(form, index) for index, (form, _) in enumerate(requests)],
             blocks=blocks,
             released=released,
             details=details if any(details) else None,
+            targets=[target for index, form in enumerate(forms) for target in _targets(form, index)] or None,
         )
         fields = work_codec(Side.RUNTIME).decode(answer)
         # A block that was passed through is the runtime's already.
         out += [[region, offset] for region, offset, _ in fields[5] if region == ANSWERS]
         fields[2] = NO_CORE  # which the compiled port tells
         seen.append((encode(*fields), desk.outputs(answer), [_shown(told) for told in desk.told()]))
+        seen.append(bytes(desk.regions[LENT].memory()[32768:36864]))
     KEEP.clear()
     return seen
 
@@ -487,6 +504,7 @@ def test_both_ports_answer_alike(batches: Batches, reschedules: bool) -> None:
     ("form", "response", "placed"),
     [
         *[(form, "both", 1) for form in dict.fromkeys(REQUESTED)],
+        *[("targets", each, 1) for each in ("one", "strings", "large", "input")],
         *[("plain", each, 1) for each in ("one", "strings", "large", "unknown", "input", "empty")],
         *[("plain", each, 0) for each in ("none of them", "error", "parameters")],
     ],
@@ -494,8 +512,10 @@ def test_both_ports_answer_alike(batches: Batches, reschedules: bool) -> None:
 def test_the_compiled_port_does_what_most_batches_are(form: str, response: str, placed: int) -> None:
     desk = StubDesk(compiled)
     counts = compiled_port(desk.start).counts
-    before = counts()
     try:
+        # The first time, memory of clients is mapped.
+        _play(desk, [([("lent and targets", "both")], "list", 0, False)])
+        before = counts()
         _play(desk, [([(form, response)], "list", 0, False)] * 2)
     finally:
         desk.close()
