@@ -49,11 +49,11 @@ class PlainAnswer {
   std::vector<wire::Block> blocks;
 };
 
-// An EXECUTE whose inputs lie in blocks of ordinary memory.
+// An EXECUTE.
 class PlainBatch {
  public:
-  // Reads a packet of the runtime, for a model with so many inputs. Returns false for any other message, for one that
-  // breaks the protocol, and for one that names memory of clients for outputs.
+  // Reads a packet of the runtime, for a model with so many inputs. Returns false for any other message, and for one
+  // that breaks the protocol.
   bool read(std::string_view packet, size_t names) {
     try {
       const auto decoded = decode(wire::kWork, wire::Side::RUNTIME, packet);
@@ -67,7 +67,7 @@ class PlainBatch {
       for (const wire::Place& place : places) released.push_back(place);
       blocks.clear();
       for (const wire::Block& block : lent) blocks.push_back(block);
-      return read_layout(layout.bytes, names) && read_details(reader) && reader.nil();
+      return read_layout(layout.bytes, names) && read_details(reader) && read_targets(reader);
     } catch (const std::bad_alloc&) {
       return false;
     }
@@ -90,6 +90,8 @@ class PlainBatch {
     bool is_rare = false;
   };
   std::vector<Details> details;
+  // Where outputs go in memory of clients.
+  std::vector<wire::Target> targets;
 
  private:
   bool read_layout(std::string_view packed, size_t names) {
@@ -130,6 +132,15 @@ class PlainBatch {
       each.packed = std::string_view(begin, static_cast<size_t>(reader.at() - begin));
       each.is_rare = row->outputs || row->trace || row->memory != 0;
     }
+    return !reader.failed();
+  }
+
+  bool read_targets(Reader& reader) {
+    targets.clear();
+    if (reader.nil()) return true;
+    List<wire::Target> rows;
+    read_all(reader, rows);
+    for (const wire::Target& row : rows) targets.push_back(row);
     return !reader.failed();
   }
 };

@@ -245,7 +245,7 @@ cdef class Asker:
     cdef _write(self, block, list arrays, uint64_t size, list released):
         """Copy the inputs, and write INFER. Returns the number of the call, None if Python has to send it."""
         cdef Writer* message = &self._message
-        cdef Block place = self._blocks.fill(block, arrays, self._placed, size, None)
+        cdef Block place = self._blocks.fill(block, arrays, self._placed, None, size, None, 0)
         if not self._take(released):
             return None
         number = next(self._numbers)
@@ -352,7 +352,7 @@ cdef class Asker:
             return None
         for i in range(said.blocks.size()):
             # One of this stub's own, or one that has not come yet, is left to Python.
-            if not add_lease(self._request_regions, said.blocks[i], leases, places):
+            if not add_lease(self._request_regions, said.blocks[i], leases, places, None):
                 return None
         for i in range(said.tensors.size()):
             each = said.tensors[i]

@@ -47,8 +47,8 @@ cdef class OwnBlocks:
 
     cdef allocate(self, uint64_t size)
     cdef int give_back(self, block) except -1
-    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size,
-                    SlotChannel slots) except *
+    cdef Block fill(self, block, list arrays, const vector[Output]& placed, list targets, uint64_t size,
+                    SlotChannel slots, size_t announced) except *
     cdef _spare(self, uint64_t size)
     cdef bint _find_first(self) except -1
 
@@ -57,7 +57,7 @@ cdef bint is_small_int(PyObject* found, int64_t* number) noexcept
 cdef bint is_tensor(object) noexcept
 cdef bint is_request(object) noexcept
 cdef array_of(TensorBase tensor, Output* output, vector[int64_t]* dims)
-cdef bint add_lease(dict regions, Block block, list leases, list places) except -1
+cdef bint add_lease(dict regions, Block block, list leases, list places, list lent) except -1
 cdef TensorBase tensor_over(name, uint64_t datatype, const int64_t* dims, uint64_t count, uint64_t offset,
                             uint64_t size, lease)
 cdef InferenceResponseBase response_of(list outputs)

@@ -52,6 +52,8 @@ cdef extern from "port.h" namespace "moonpool":
     ctypedef struct DetailsRow "moonpool::PlainBatch::Details":
         string_view packed
         flag is_rare
+    ctypedef struct TargetRow "moonpool::wire::Target":
+        uint64_t request, output, region, offset, size
     cdef cppclass PlainBatch:
         flag read(string_view packet, size_t names)
         size_t requests()
@@ -62,6 +64,7 @@ cdef extern from "port.h" namespace "moonpool":
         vector[OutputLayout] inputs
         vector[size_t] firsts
         vector[DetailsRow] details
+        vector[TargetRow] targets
 
 cdef extern from "answer.h" namespace "moonpool":
     flag check_tensor(const int64_t*, uint64_t, uint64_t, uint64_t, uint64_t*, string*)
@@ -212,20 +215,21 @@ cdef make(New new, kind):
 
 
 # This module lies below those of these classes.
-cdef object _tensor, _request, _response, _untraced
+cdef object _tensor, _request, _response, _untraced, _lent_region, _target
 cdef uint64_t _PASSED_BYTES
 
 
-def use(tensor, request, response, untraced, passed_bytes):
+def use(tensor, request, response, untraced, passed_bytes, *, lent_region, target):
     """Make objects of these classes from now on, and look into them alone. For the module that has them.
 
     An array in a lease is copied if it has fewer bytes than `passed_bytes`.
     """
-    global _tensor, _request, _response, _untraced, _PASSED_BYTES
+    global _tensor, _request, _response, _untraced, _PASSED_BYTES, _lent_region, _target
     for kind, base in (tensor, TensorBase), (request, InferenceRequestBase), (response, InferenceResponseBase):
         if not issubclass(kind, base):
             raise TypeError(f"{kind} has not the attributes of {base}")
     _tensor, _request, _response, _untraced, _PASSED_BYTES = tensor, request, response, untraced, passed_bytes
+    _lent_region, _target = lent_region, target
 
 
 cdef bint is_small_int(PyObject* found, int64_t* number) noexcept:
@@ -322,20 +326,17 @@ cdef class OwnBlocks:
         self._returned.append((block.region.id, block.offset))
         return 0
 
-    cdef Block fill(self, block, list arrays, const vector[Output]& placed, uint64_t size,
-                    SlotChannel slots) except *:
-        """Copy tensors into a block, and return its place. The next packet of `slots`, if there are any, is about them.
+    cdef Block fill(self, block, list arrays, const vector[Output]& placed, list targets, uint64_t size,
+                    SlotChannel slots, size_t announced) except *:
+        """Copy tensors into a block, but those that have a target, and return its place.
 
-        Raises `ValueError` for an array that is another one now.
+        The next packet of `slots`, if there are any, is about them, and the tensor of the number `announced`, from 1
+        on, is the last large one. Raises `ValueError` for an array that is another one now.
         """
         cdef Py_buffer memory
         cdef Block place
         cdef int64_t start = block.offset
-        cdef size_t i, length, last = placed.size() if slots is not None else 0
-        cdef char* to
-        cdef const char* data
-        while last > 0 and placed[last - 1].size < LONG_COPY_BYTES:
-            last -= 1
+        cdef size_t i
         region = block.region
         place.region = self._first if region is self._region else region.id
         place.offset, place.size = start, size
@@ -345,22 +346,49 @@ cdef class OwnBlocks:
             if start < 0 or start > memory.len or size > <uint64_t>(memory.len - start):
                 raise ValueError("a block is not within its region")
             for i in range(placed.size()):
-                array = arrays[i]
-                # Also after a long copy, during which other threads of the model ran.
-                if not _is_flat(array, placed[i].datatype) or _size_of(array, placed[i].datatype) != placed[i].whole:
-                    raise ValueError("an array was changed while it was sent")
-                to = <char*>memory.buf + start + placed[i].offset
-                data, length = fields(array).data + placed[i].source, placed[i].size
-                if i + 1 == last:
-                    slots.copy_and_announce(to, data, length)
-                elif length >= LONG_COPY_BYTES:
-                    with nogil:
-                        copy(to, data, length)
-                else:
-                    memcpy(to, data, length)
+                if targets is None or targets[i] is None:
+                    _copy_to(<char*>memory.buf + start + placed[i].offset, arrays[i], &placed[i],
+                             slots if i + 1 == announced else None)
         finally:
             PyBuffer_Release(&memory)
         return place
+
+
+cdef int _copy_to(char* to, array, const Output* output, SlotChannel slots) except -1:
+    """Copy a tensor, and let the peer wake up meanwhile if there are `slots`.
+
+    Raises `ValueError` for an array that is another one now.
+    """
+    # Also after a long copy, during which other threads of the model ran.
+    if not _is_flat(array, output.datatype) or _size_of(array, output.datatype) != output.whole:
+        raise ValueError("an array was changed while it was sent")
+    cdef const char* data = fields(array).data + output.source
+    cdef size_t length = output.size
+    if slots is not None:
+        slots.copy_and_announce(to, data, length)
+    elif length >= LONG_COPY_BYTES:
+        with nogil:
+            copy(to, data, length)
+    else:
+        memcpy(to, data, length)
+    return 0
+
+
+cdef int _deliver(target, array, const Output* output, SlotChannel slots) except -1:
+    """Copy a tensor to a client's memory. Raises as `_copy_to`, and `RemoteProtocolError` if it cannot be mapped."""
+    cdef Py_buffer memory
+    region, offset, _ = target
+    # A hook, once for each region.
+    outputs = region.open_outputs() if region.outputs is None else region.outputs
+    cdef int64_t start = offset
+    PyObject_GetBuffer(outputs, &memory, PyBUF_WRITABLE)
+    try:
+        if start < 0 or start > memory.len or output.size > <uint64_t>(memory.len - start):
+            raise ValueError("a place is not within its region")
+        _copy_to(<char*>memory.buf + start, array, output, slots)
+    finally:
+        PyBuffer_Release(&memory)
+    return 0
 
 
 cdef array_of(TensorBase tensor, Output* output, vector[int64_t]* dims):
@@ -404,17 +432,19 @@ cdef array_of(TensorBase tensor, Output* output, vector[int64_t]* dims):
     return found
 
 
-cdef bint add_lease(dict regions, Block block, list leases, list places) except -1:
+cdef bint add_lease(dict regions, Block block, list leases, list places, list lent) except -1:
     """Make a lease on a block, which it holds once its `give_back` is set, and add it and its place.
 
-    Returns False if Python has to wait for the region or to refuse the block.
+    `lent` gets what `Batch.lent` says of one in memory of clients, which is refused if that is None. Returns False if
+    Python has to wait for the region, to map it, or to refuse the block.
     """
     cdef Py_buffer memory
     cdef int64_t size = block.size
     region = regions.get(block.region)
-    # Memory of clients is of another class, and one that was closed has no buffer.
-    if type(region) is not _shared_region:
+    cdef bint is_lent = type(region) is _lent_region
+    if type(region) is not _shared_region and (not is_lent or lent is None):
         return False
+    # There is none in a region that was closed, and in memory of clients before its first use.
     buffer = region.buffer
     if buffer is None:
         return False
@@ -427,9 +457,12 @@ cdef bint add_lease(dict regions, Block block, list leases, list places) except 
         return False
     place = (block.region, block.offset)
     lease = view(_lease, _u1, 1, &size, at, 1, buffer)
-    lease.token, lease.region, lease.offset = place, region, place[1]
+    # No message may name a block of a client's memory, whose mapping is private to the process.
+    lease.token, lease.region, lease.offset = place, None if is_lent else region, place[1]
     leases.append(lease)
     places.append(place)
+    if is_lent:
+        lent.append((region, place, size))
     return True
 
 
@@ -550,11 +583,12 @@ cdef class StubPort:
 
     def open(self, packet):
         """Return the requests of an EXECUTE. Returns None, and has done nothing, if Python has to do it."""
-        cdef list leases = [], places = []
-        if not self._read(packet) or not self._add_leases(leases, places):
+        cdef list leases = [], places = [], lent = []
+        cdef dict targets = {}
+        if not self._read(packet) or not self._add_leases(leases, places, lent) or not self._aim(targets):
             return None
         cdef list requests = self._requests_over(leases)
-        self._begin(leases, places, requests)
+        self._begin(leases, places, lent, targets, requests)
         return requests
 
     def open_stacked(self, packet, bint is_batched):
@@ -562,8 +596,8 @@ cdef class StubPort:
 
         Returns None, and has done nothing, if they do not lie so, or if the model wants to see requests.
         """
-        cdef list leases = [], places = [], counts = []
-        if not self._read(packet) or not self._is_stacked(is_batched) or not self._add_leases(leases, places):
+        cdef list leases = [], places = [], lent = [], counts = []
+        if not self._read(packet) or not self._is_stacked(is_batched) or not self._add_leases(leases, places, lent):
             return None
         cdef dict arrays = {}
         cdef size_t i
@@ -573,7 +607,7 @@ cdef class StubPort:
             for i in range(self._opened.requests()):
                 counts.append(self._opened.shape(self._opened.inputs[self._opened.firsts[i]])[0])
         self.counts, self._stacked_packet, self._stacked_leases = counts, packet, leases
-        self._begin(leases, places, [])
+        self._begin(leases, places, lent, {}, [])
         _counts.stacked += 1
         return arrays
 
@@ -594,7 +628,7 @@ cdef class StubPort:
     cdef bint _is_stacked(self, bint is_batched):
         """Return True if the rows of each input lie one after another, and no request has strings or wishes."""
         cdef size_t requests = self._opened.requests(), i, k, dim
-        if requests == 0 or (requests > 1 and not is_batched):
+        if requests == 0 or (requests > 1 and not is_batched) or not self._opened.targets.empty():
             return False
         for i in range(self._opened.details.size()):
             if self._opened.details[i].is_rare:
@@ -634,29 +668,42 @@ cdef class StubPort:
         return view(_ndarray, _descrs[first.datatype], first.dims, dims.data(), fields(lease).data + first.offset,
                     kItemBytes[first.datatype], lease)
 
-    cdef bint _add_leases(self, list leases, list places) except -1:
+    cdef bint _add_leases(self, list leases, list places, list lent) except -1:
         """Make the leases on all blocks. Returns False if Python has to wait for a region or to refuse a block."""
         cdef size_t i
         for i in range(self._opened.blocks.size()):
-            if not add_lease(self._requests, self._opened.blocks[i], leases, places):
+            if not add_lease(self._requests, self._opened.blocks[i], leases, places, lent):
                 return False
+        return True
+
+    cdef bint _aim(self, dict targets) except -1:
+        """Note where outputs go in memory of clients, by request and output. Returns False as `_add_leases` does."""
+        cdef size_t i
+        for i in range(self._opened.targets.size()):
+            row = self._opened.targets[i]
+            region = self._requests.get(row.region)
+            if type(region) is not _lent_region:
+                return False
+            target = tuple.__new__(_target, (region, row.offset, row.size))
+            (<dict?>targets.setdefault(row.request, {}))[row.output] = target
         return True
 
     cdef list _requests_over(self, list leases):
         cdef size_t i
         return [self._request(i, self._opened.batch, leases) for i in range(self._opened.requests())]
 
-    cdef int _begin(self, list leases, list places, list requests) except -1:
+    cdef int _begin(self, list leases, list places, list lent, dict targets, list requests) except -1:
         """Note that a batch is open whose objects are made."""
         cdef list released = [(place.region, place.offset) for place in self._opened.released]
-        cdef dict no_targets = {}
         executing = (self._opened.batch, requests)
         # Up to here nothing has changed.
         self._conversation.turn = self._after_execute
         for each in released:
             self._returned.append(each)
         self._batch.places, self._batch.has_copies = places, self._opened.blocks[0].size > 0
-        self._batch.targets = no_targets
+        self._batch.targets = targets
+        if lent:
+            (<list?>self._batch.lent).extend(lent)
         for lease in leases:
             lease.give_back = self._give_back
         self._peer_core = self._opened.core
@@ -719,7 +766,8 @@ cdef class StubPort:
 
     cdef bint _place(self, InferenceRequestBase request, InferenceResponseBase response, bint is_last) except -1:
         """Copy the outputs of a response into a block. Returns False, and has done nothing, if Python has to do it."""
-        cdef list arrays = []
+        cdef list arrays = [], targets = None
+        cdef dict places = self._batch.targets
         cdef PyObject* parameters = <PyObject*>response._parameters
         if <PyObject*>response._error != <PyObject*>None or <PyObject*>request._preferred_memory != <PyObject*>None:
             return False
@@ -727,30 +775,47 @@ cdef class StubPort:
             return False
         if parameters != <PyObject*>None and (type(<object>parameters) is not dict or <object>parameters):
             return False
-        if len(<dict>self._batch.targets) or not self._describe(request, response, arrays):
+        cdef dict mine = places.get(len(<list>self._answer.layouts)) if len(places) else None
+        if mine is not None:
+            targets = []
+        if not self._describe(request, response, arrays, mine, targets):
             return False
-        self._store(arrays, is_last)
+        self._store(arrays, targets, is_last)
         return True
 
-    cdef int _store(self, list arrays, bint is_last) except -1:
-        """Copy outputs that were described into a block: the next response of the answer, perhaps its last one."""
-        cdef list blocks = self._answer.blocks, layouts = self._answer.layouts
+    cdef int _store(self, list arrays, list targets, bint is_last) except -1:
+        """Copy outputs that were described: the next response of the answer, perhaps its last one.
+
+        They go to their targets, and all that have none into a block.
+        """
+        cdef list blocks = self._answer.blocks, layouts = self._answer.layouts, named = []
         cdef Block place
-        cdef uint64_t size = self._lay_out(len(blocks))
+        cdef size_t i, announced = self._last_long(targets)
+        cdef uint64_t size = self._lay_out(len(blocks), targets)
+        cdef SlotChannel slots = self._slots if is_last else None
         layout = PyBytes_FromStringAndSize(self._row.bytes().data(), self._row.bytes().size())
         if not arrays:
             layouts.append(layout)
             return 0
         block = None
         try:
-            # A hook, while it waits for memory.
-            block = self._blocks.allocate(size)
-            place = self._blocks.fill(block, arrays, self._placed, size, self._slots if is_last else None)
-            blocks.append([place.region, place.offset, place.size])
+            if targets is not None:
+                for i in range(self._placed.size()):
+                    target = targets[i]
+                    if target is not None:
+                        # A hook, where Python has to map the client's memory.
+                        _deliver(target, arrays[i], &self._placed[i], slots if i + 1 == announced else None)
+                        named.append([target[0].id, target[1], self._placed[i].size])
+            if len(named) < len(arrays):
+                # A hook, while it waits for memory.
+                block = self._blocks.allocate(size)
+                place = self._blocks.fill(block, arrays, self._placed, targets, size, slots, announced)
+                named.append([place.region, place.offset, place.size])
+            blocks.extend(named)
             try:
                 layouts.append(layout)
             except MemoryError:
-                blocks.pop()
+                del blocks[len(blocks) - len(named):]
                 raise
         except Exception as failure:
             if block is not None:
@@ -789,9 +854,9 @@ cdef class StubPort:
                 output.size = output.whole // <uint64_t>rows * <uint64_t>count if rows else 0
                 output.source = output.whole // <uint64_t>rows * <uint64_t>before if rows else 0
             before += <int64_t>count
-            self._store(arrays, left == 0)
+            self._store(arrays, None, left == 0)
         if not counts:
-            self._store(arrays, True)
+            self._store(arrays, None, True)
         _counts.take += 1
         return True
 
@@ -821,8 +886,13 @@ cdef class StubPort:
         self._placed.push_back(output)
         return True
 
-    cdef bint _describe(self, InferenceRequestBase request, InferenceResponseBase response, list arrays) except -1:
-        """Describe the outputs of a response that the client wants. Returns False if one of them is not just copied."""
+    cdef bint _describe(self, InferenceRequestBase request, InferenceResponseBase response, list arrays, dict places,
+                        list targets) except -1:
+        """Describe the outputs of a response that the client wants. Returns False if one of them is not just copied.
+
+        `places` has the targets for this response by their outputs, and `targets` gets that of each output or None;
+        both are None if there are none.
+        """
         cdef PyObject* given = <PyObject*>response._outputs
         cdef PyObject* wanted = <PyObject*>request._requested_output_names
         cdef size_t i, k
@@ -832,7 +902,7 @@ cdef class StubPort:
             return False
         names = None if wanted == <PyObject*>self._outputs else <object>wanted
         for tensor in <list>given:
-            if not self._describe_output(tensor, names, arrays):
+            if not self._describe_output(tensor, names, arrays, places, targets):
                 return False
         for i in range(1, self._placed.size()):
             for k in range(i):
@@ -840,7 +910,7 @@ cdef class StubPort:
                     return False
         return True
 
-    cdef bint _describe_output(self, tensor, names, list arrays) except -1:
+    cdef bint _describe_output(self, tensor, names, list arrays, dict places, list targets) except -1:
         cdef Output output
         if not is_tensor(tensor):
             return False
@@ -852,21 +922,54 @@ cdef class StubPort:
         if index is None or (names is not None and <object>name not in names):
             return True  # as in Triton, it is left out without a check
         array = array_of(tensor, &output, &self._dims)
-        if array is None or (output.size >= _PASSED_BYTES and not _is_own(array)):
+        if array is None:
+            return False
+        target = None
+        if targets is not None:
+            target = places.get(index)
+            if target is not None and not 0 < output.size <= <uint64_t>(<tuple>target)[2]:
+                target = None
+        if target is None and output.size >= _PASSED_BYTES and not _is_own(array):
             return False
         output.index, output.offset = index, 0
         self._placed.push_back(output)
         arrays.append(array)
+        if targets is not None:
+            targets.append(target)
         return True
 
-    cdef uint64_t _lay_out(self, uint64_t block) except? 0:
-        """Place the outputs one after another in the block of that number. Returns its size."""
-        cdef uint64_t end = 0
+    cdef size_t _last_long(self, list targets) except? 0:
+        """Return the number, from 1 on, of the last output whose copy takes long, in their order; 0 if there is none.
+
+        Those that have targets are copied before all others.
+        """
+        cdef size_t i, last = 0, last_target = 0
+        for i in range(self._placed.size()):
+            if self._placed[i].size >= LONG_COPY_BYTES:
+                if targets is None or targets[i] is None:
+                    last = i + 1
+                else:
+                    last_target = i + 1
+        return last if last > 0 else last_target
+
+    cdef uint64_t _lay_out(self, uint64_t first, list targets) except? 0:
+        """Place the outputs: each that has a target in a block of its own, from that number on, and the others one
+        after another in the block behind those. Returns the size of that block.
+        """
+        cdef uint64_t end = 0, there = first, block = first
         cdef size_t i
+        if targets is not None:
+            for target in targets:
+                block += target is not None
         self._row.clear()
         self._row.array(self._placed.size())
         for i in range(self._placed.size()):
             output = &self._placed[i]
+            if targets is not None and targets[i] is not None:
+                write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim,
+                             output.dims, there, 0, output.size)
+                there += 1
+                continue
             output.offset = end
             end += (output.size + _ALIGNMENT - 1) & ~(_ALIGNMENT - 1)
             write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim, output.dims,

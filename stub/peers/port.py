@@ -2,11 +2,12 @@
 returns. In Python and compiled.
 
 Theory of operation. `_stub_port.pyx` is the compiled form. It finds inputs and places outputs by arithmetic, whatever
-their shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, with all their
-details, and answers them with outputs that are copied, with errors and parameters, and with the blocks that the model
-keeps. It looks if everything is so before it changes anything. If not, the layers do it (`batch.py`, `answer.py`,
-`placement.py`): `open` returns None, `take` and `give` return False. If one response of a batch is rare, `take` calls
-the layers for that one. So the layers are the definition, and the port leaves their objects as they would.
+their shapes and rows, and keeps nothing from batch to batch. It makes requests over shared memory, also of clients,
+with all their details, and answers them with outputs that are copied, also to memory of clients, with errors and
+parameters, and with the blocks that the model keeps. It looks if everything is so before it changes anything. If not,
+the layers do it (`batch.py`, `answer.py`, `placement.py`): `open` returns None, `take` and `give` return False. If one
+response of a batch is rare, `take` calls the layers for that one. So the layers are the definition, and the port leaves
+their objects as they would.
 
 The port of this file does nothing, so that the layers do everything. It is for interpreters without the compiled one,
 and for stubs that are to go without it.
@@ -25,10 +26,14 @@ from moonpool.stub import attributes
 from moonpool.stub.pb_utils.request import UNTRACED, InferenceRequest
 from moonpool.stub.pb_utils.response import InferenceResponse
 from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.stub.peers.batch import Target
 from moonpool.stub.peers.placement import PASSED_BYTES
+from moonpool.stub.peers.regions import LentRegion
 
 if attributes.compiled is not None:
-    attributes.compiled.use(Tensor, InferenceRequest, InferenceResponse, UNTRACED, PASSED_BYTES)
+    attributes.compiled.use(
+        Tensor, InferenceRequest, InferenceResponse, UNTRACED, PASSED_BYTES, lent_region=LentRegion, target=Target
+    )
 
 
 class StubPort:

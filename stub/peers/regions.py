@@ -436,7 +436,7 @@ def _fault_count() -> int:
 class LentRegion(Region):
     """Maps one shared memory object of a client. For the main thread of the stub, but for `close`."""
 
-    __slots__ = ("_address", "_fault_count", "_fd", "_has_all_faults", "_inputs", "_pagemap_fd", "_targets")
+    __slots__ = ("_address", "_fault_count", "_fd", "_has_all_faults", "_inputs", "_pagemap_fd", "outputs")
 
     def __init__(self, region_id: int, size_bytes: int, fd: int) -> None:
         """Take over `fd`, until `close`."""
@@ -449,7 +449,8 @@ class LentRegion(Region):
         # Of the process, when no page of `_inputs` was its own.
         self._fault_count = -1
         self._has_all_faults = not any(map(os.path.exists, _GPUS))
-        self._targets: mmap.mmap | None = None
+        # The client's memory, in which outputs go; None before the first one.
+        self.outputs: mmap.mmap | None = None
         self._pagemap_fd = -1
         with contextlib.suppress(OSError):  # without it, all pages are dropped after each batch
             self._pagemap_fd = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
@@ -475,9 +476,12 @@ class LentRegion(Region):
 
     def write(self, offset: int, array: np.ndarray) -> None:
         """Write an output into the client's memory. Raises the same errors as `lease`."""
-        if self._targets is None:
-            self._targets = self._map(mmap.MAP_SHARED)
-        write_into(self._targets, offset, array)
+        write_into(self.outputs or self.open_outputs(), offset, array)
+
+    def open_outputs(self) -> mmap.mmap:
+        """Map the memory for outputs. Raises the same errors as `lease`."""
+        self.outputs = outputs = self._map(mmap.MAP_SHARED)
+        return outputs
 
     def renew(self, blocks: list[tuple[int, int]]) -> None:
         """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of
@@ -522,7 +526,7 @@ class LentRegion(Region):
         return len(entries) != 8 * pages or bool(entries[7::8].translate(None, _NOT_OWN))
 
     def close(self) -> None:
-        self.buffer = self._inputs = self._targets = None
+        self.buffer = self._inputs = self.outputs = None
         for fd in (self._fd, self._pagemap_fd):
             if fd >= 0:
                 os.close(fd)
