@@ -45,8 +45,9 @@ def test_the_help_of_a_command_has_an_example(command: str, capsys: pytest.Captu
     for words in (shlex.split(example, comments=True) for example in examples):
         options = make_parser().parse_args(words)
         is_compare = words[:2] == ["bench", "compare"]
-        # No example keeps the state of sequences.
-        if command in ("infer", "bench") and not is_compare and "--sequence" not in words:
+        # No example keeps the state of sequences, or speaks OpenAI's API.
+        others = {"--sequence", "--openai"}
+        if command in ("infer", "bench") and not is_compare and others.isdisjoint(words):
             assert (MODELS / options.model).is_dir(), words
 
 
