@@ -1,5 +1,5 @@
 # Short names for daily commands; .ci/run has those of CI.   make help
-.PHONY: help setup test changed lint format bench docs site check wheel clean
+.PHONY: help setup test changed lint format bench openai docs site check wheel clean
 .DEFAULT_GOAL := help
 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile
@@ -33,6 +33,9 @@ format: ## put files into the project's format and mend what the linter can
 bench: ## one benchmark for seconds, or in full: make bench ONE=throughput QUICK=
 	.venv/bin/python -m moonpool.benchmarks.suites.$(or $(ONE),latency) $(QUICK)
 QUICK = --quick
+
+openai: ## Triton's own tests of its OpenAI front end: make openai CHECKOUT=../server
+	bash .ci/openai $(CHECKOUT)
 
 docs: ## the parts of the pages that are made of code, and their tests
 	.venv/bin/python docs/diagrams.py

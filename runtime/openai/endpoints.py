@@ -27,6 +27,19 @@ Inputs = dict[str, WireTensor | NDArray[Any]]
 Fields = Mapping[str, Any]
 
 
+class NoTemplate(ModelError):
+    """A model answers with texts, and nothing makes a text of the messages of a chat."""
+
+    detail = "Unknown tokenizer"
+    """All that Triton's front end says."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{self.detail}: nothing makes a text of messages for model '{model}'; its parameter "
+            "MOONPOOL_CHAT_TEMPLATE, or --model-option, names a chat template (docs/OPENAI.md)"
+        )
+
+
 class PieceReader(Protocol):
     """Reads the responses to one request."""
 
@@ -84,11 +97,7 @@ class ModelEndpoints:
         that lacks nothing but a template.
         """
         if method == "chat" and self._needs_template:
-            # The words with which Triton's front end begins.
-            raise ModelError(
-                f"Unknown tokenizer: nothing makes a text of messages for model '{model}'; its parameter "
-                "MOONPOOL_CHAT_TEMPLATE, or --model-option, names a chat template (docs/OPENAI.md)"
-            )
+            raise NoTemplate(model)
         return self.texts.get(method)
 
 

@@ -34,11 +34,11 @@ class BadField(InvalidRequest):
 def check(fields: Json, table: Mapping[str, Check], required: tuple[str, ...]) -> None:
     """Check the fields of a request. Raises `BadField` for the first one that is wrong."""
     for name in required:
-        if fields.get(name) is None:
+        if name not in fields:
             raise BadField("Field required", (name,), "missing", given=None)
     for name, look in table.items():
         value = fields.get(name)
-        if value is not None:
+        if value is not None or name in required:
             look(name, value)
 
 
@@ -114,6 +114,13 @@ def _prompt(name: str, value: Any) -> None:
     raise BadField("Input should be a valid string", (name,), "string_type", given=_shown(value))
 
 
+def _prompts(name: str, value: Any) -> None:
+    """Take the same for a completion, whose front end in Triton finds an empty one later."""
+    if value in ("", []):
+        raise BadField("prompt must be non-empty", (name,))
+    _prompt(name, value)
+
+
 def _documents(name: str, value: Any) -> None:
     is_right = type(value) is list and all(
         type(each) is str or (type(each) is dict and type(each.get("text")) is str) for each in value
@@ -168,7 +175,7 @@ _CHAT: dict[str, Check] = {
 }
 _COMPLETION: dict[str, Check] = {
     **_GENERATION,
-    "prompt": _prompt,
+    "prompt": _prompts,
     "logprobs": _integer(0, 5),
     "echo": _flag,
     "suffix": _text,
@@ -203,7 +210,7 @@ def check_chat(fields: Json) -> None:
     """Check a request for a chat. Raises `BadField`."""
     check(fields, _CHAT, ("model", "messages"))
     _check_generation(fields)
-    if fields.get("top_logprobs") and not fields.get("logprobs"):
+    if fields.get("top_logprobs") is not None and not fields.get("logprobs"):
         raise BadField("`top_logprobs` can only be used when `logprobs` is True", ("top_logprobs",))
     _check_tools(fields)
 

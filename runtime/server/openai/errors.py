@@ -25,6 +25,7 @@ from moonpool.runtime.errors import (
     StubDied,
 )
 from moonpool.runtime.isolation.public_text import public_text
+from moonpool.runtime.openai.endpoints import NoTemplate
 from moonpool.runtime.openai.fields import BadField
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson
@@ -110,6 +111,8 @@ def reply_of(error: BaseException) -> ErrorReply:
         return ErrorReply(503, text, _later(error), code="model_unavailable")
     if isinstance(error, StubDied):
         return ErrorReply(500, text, _HOPELESS, code="model_error")
+    if isinstance(error, NoTemplate):
+        return ErrorReply(500, text, _HOPELESS, code="model_error", detail=error.detail)
     if isinstance(error, ModelError):
         if error.code == "INVALID_ARG":
             return ErrorReply(400, text, _HOPELESS, code="invalid_value")

@@ -159,7 +159,8 @@ def test_a_chat_without_a_template_says_what_is_missing(serving: Serving) -> Non
 
     assert reply.status == 500
     assert reply.value["error"]["message"].startswith("Unknown tokenizer")
-    assert KEY in reply.value["detail"]
+    assert KEY in reply.value["error"]["message"]
+    assert reply.value["detail"] == "Unknown tokenizer"
     assert serving.post(COMPLETIONS, {"model": "without", "prompt": "hi"}).status == 200
 
 

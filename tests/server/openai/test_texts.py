@@ -184,6 +184,8 @@ WRONG = [
     ({"messages": []}, 422, "model", "missing"),
     (chat("x", messages=[]), 422, "messages", "too_short"),
     (chat("x", messages=["x"]), 422, "messages.0", "dict_type"),
+    (chat("x", messages=None), 422, "messages", "list_type"),
+    (chat("x", model=None), 422, "model", "string_type"),
     (chat("x", temperature=2.1), 422, "temperature", "less_than_equal"),
     (chat("x", temperature="1"), 422, "temperature", "float_type"),
     (chat("x", top_p=-0.1), 422, "top_p", "greater_than_equal"),
@@ -192,7 +194,7 @@ WRONG = [
     (chat("x", seed=1 << 63), 422, "seed", "less_than_equal"),
     (chat("x", stop=[1]), 422, "stop", "string_type"),
     (chat("x", stream=1), 422, "stream", "bool_type"),
-    (chat("x", top_logprobs=2), 400, "top_logprobs", "invalid_value"),
+    (chat("x", top_logprobs=0), 400, "top_logprobs", "invalid_value"),
     (chat("x", stream_options={"include_usage": True}), 400, "stream_options", "invalid_value"),
     (chat("x", tool_choice="required"), 400, "tool_choice", "invalid_value"),
     (chat("x", model="nobody"), 400, "model", "model_not_found"),
@@ -209,6 +211,13 @@ def test_a_wrong_field_is_named(serving: Serving, fields: object, status: int, p
     assert (reply.status, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == "invalid_request_error"
     assert reply.value["detail"]
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(serving: Serving, prompt: object) -> None:
+    reply = serving.post(COMPLETIONS, {"model": "writer", "prompt": prompt})
+
+    assert (reply.status, reply.value["detail"]) == (400, "prompt must be non-empty")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"model": NaN}', b"[" * 100_000])
