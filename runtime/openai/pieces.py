@@ -14,6 +14,10 @@ from moonpool.runtime.process.files import parsed_json
 
 # A piece says little. A longer one is a model's mistake, or its malice.
 MOST_PIECE_BYTES = 8 << 20
+# Each array and object becomes one of Python's, which is many times as large as its text.
+_MOST_CONTAINERS, _CONTAINER_BYTES = 1 << 17, 128
+_MOST_CALLS = 1024
+_MOST_TOKENS = 1 << 53
 _TEXTS = ("content", "reasoning_content", "refusal")
 _SPEECH = frozenset(("start", "end", "words", "language", "duration"))
 _SECONDS, _MOST_SECONDS = ("start", "end", "duration"), 1e6
@@ -31,6 +35,8 @@ class Piece(NamedTuple):
     logprobs: dict[str, Any] | None = None
     usage: dict[str, int] | None = None
     """The tokens of `prompt_tokens` and `completion_tokens`."""
+    extra_bytes: int = 0
+    """About the memory that it takes beyond its text."""
     speech: dict[str, Any] | None = None
     """Of a recording: `start` and `end` of the text in seconds, its `words`, the `language`, the `duration`."""
 
@@ -53,21 +59,30 @@ def piece_of(raw: memoryview, model: str) -> Piece:
         raise _bad(model, "'logprobs' must be an object")
     usage = _usage(fields.get("usage"), model)
     speech = None if _SPEECH.isdisjoint(fields) else _speech(fields, model)
-    return Piece(delta, index, reason, logprobs, usage, speech)
+    extra_bytes = 0 if logprobs is None and speech is None else _containers(raw) * _CONTAINER_BYTES
+    return Piece(delta, index, reason, logprobs, usage, extra_bytes, speech)
 
 
 def object_of(raw: memoryview, model: str) -> dict[str, Any]:
     """Return the fields of a piece. Raises `ModelError`."""
     if len(raw) > MOST_PIECE_BYTES:
         raise _bad(model, f"it has {len(raw)} bytes, and {MOST_PIECE_BYTES} are the most")
+    # A copy, made once its size is known to be right: the stub may write to its memory.
+    data = bytes(raw)
+    if len(data) > _MOST_CONTAINERS and _containers(data) > _MOST_CONTAINERS:
+        raise _bad(model, f"it has more than {_MOST_CONTAINERS} arrays and objects")
     try:
-        # A copy, made once its size is known to be right: the stub may write to its memory.
-        fields = parsed_json(bytes(raw))
+        fields = parsed_json(data)
     except ValueError as error:
         raise _bad(model, f"it is no JSON: {error}") from None
     if type(fields) is not dict:
         raise _bad(model, "it is no object")
     return fields
+
+
+def _containers(data: bytes | memoryview) -> int:
+    data = bytes(data)
+    return data.count(b"[") + data.count(b"{")
 
 
 def _tool_calls(calls: object, model: str) -> list[dict[str, Any]]:
@@ -80,7 +95,7 @@ def _tool_call(call: object, at: int, model: str) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise _bad(model, "a call of a tool must be an object")
     function, index, call_id = call.get("function", {}), call.get("index", at), call.get("id")
-    if not isinstance(function, Mapping) or type(index) is not int or index < 0:
+    if not isinstance(function, Mapping) or type(index) is not int or not 0 <= index < _MOST_CALLS:
         raise _bad(model, "a call of a tool has an 'index' and a 'function'")
     made: dict[str, Any] = {}
     for name in ("name", "arguments"):
@@ -132,7 +147,7 @@ def _usage(usage: object, model: str) -> dict[str, int] | None:
     if not isinstance(usage, Mapping):
         raise _bad(model, "'usage' must be an object")
     counts = {name: usage.get(name, 0) for name in _COUNTS}
-    if any(type(count) is not int or count < 0 for count in counts.values()):
+    if any(type(count) is not int or not 0 <= count < _MOST_TOKENS for count in counts.values()):
         raise _bad(model, f"'usage' has the counts {' and '.join(_COUNTS)}")
     return counts
 

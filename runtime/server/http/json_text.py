@@ -57,6 +57,8 @@ _PIECE_BYTES = 128 << 10
 _COUNTED_BYTES = 1 << 20
 # An array with more elements stays in pieces.
 _LIST_VALUES = 1 << 16
+MOST_LISTED = 1 << 20
+"""The most elements of long arrays that stay in lists."""
 # Containers in containers, each of them larger than a piece. Tensors have fewer dimensions.
 _MOST_LARGE = 64
 # orjson reads no more levels.
@@ -122,10 +124,11 @@ def _broken(what: str, at: int) -> NotJson:
     return NotJson(f"failed to parse the request JSON buffer: {what}. at {at}")
 
 
-def loads(text: Body) -> Any:
+def loads(text: Body, *, has_lists: bool = False) -> Any:
     """Return the value of a JSON text, which may hold `NaN` and `Infinity`. Raises `NotJson`, `TooMuchJson`.
 
-    Large arrays of very many elements, or of arrays, are `LongArray`. The caller bounds the size of the text: the value
+    Large arrays of very many elements, or of arrays, are `LongArray`. If the text `has_lists`, all arrays are lists,
+    and the long ones have at most `MOST_LISTED` elements together. The caller bounds the size of the text: the value
     takes several times as much memory. Long texts are for a thread, which lets others have the interpreter meanwhile.
     """
     if len(text) <= _SHORT_BYTES:
@@ -137,7 +140,7 @@ def loads(text: Body) -> Any:
         raise _broken("The document is empty", 0)
     count = _Count(text)
     if len(text) > _PIECE_BYTES:
-        return _Reader(text, lambda piece, at: _read(piece, at, count)).whole()
+        return _Reader(text, lambda piece, at: _read(piece, at, count), has_lists=has_lists).whole()
     return _read(text, 0, count)
 
 
@@ -210,8 +213,10 @@ def _lenient(raw: bytes, at: int) -> Any:
 class _Reader:
     """Reads one long text in pieces."""
 
-    def __init__(self, text: Body, read: Callable[[bytes, int], Any]) -> None:
+    def __init__(self, text: Body, read: Callable[[bytes, int], Any], *, has_lists: bool = False) -> None:
         """`read` makes the value of a piece, which begins at a place of the text, and raises `NotJson`."""
+        self._has_lists = has_lists
+        self._listed = 0
         self._text = memoryview(text)
         self._end = len(text)
         self._read = read
@@ -229,6 +234,13 @@ class _Reader:
         if at < self._end:
             raise _broken("Invalid value", at)
         return value
+
+    def lists(self, count: int) -> bool:
+        """Return True if so many more elements of a large array stay in a list. Raises `TooMuchJson`."""
+        self._listed += count
+        if self._has_lists and self._listed > MOST_LISTED:
+            raise TooMuchJson(f"the request JSON has long arrays with more than {MOST_LISTED} elements together")
+        return self._has_lists
 
     def _has(self, at: int, sign: int) -> bool:
         """Return True if a place has this sign."""
@@ -299,7 +311,7 @@ class _Reader:
         if level == _MOST_LARGE:
             raise _broken("The document is nested too deeply", at)
         closing = _CLOSING[self._text[at]]
-        parts: _Members | _Elements = _Members(self) if closing == ord("}") else _Elements()
+        parts: _Members | _Elements = _Members(self) if closing == ord("}") else _Elements(self)
         at, is_first = at + 1, True
         while True:
             end, is_last = self._items(at, closing)
@@ -393,7 +405,8 @@ class _Elements:
 
     brackets = b"[%b]"
 
-    def __init__(self) -> None:
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
         self._few: list[Any] = []
         self._many: LongArray | None = None
 
@@ -401,6 +414,8 @@ class _Elements:
         """Add an array with the elements of a piece. Of very many, or of arrays, only the innermost values are kept."""
         if self._many is None:
             self._few += some
+            if self._reader.lists(len(some)):
+                return
             has_arrays_alone = some and set(map(type, some)) <= ARRAYS
             if len(self._few) <= _LIST_VALUES and not has_arrays_alone:
                 return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from moonpool.runtime.errors import ModelError, ModelNotFound
@@ -22,6 +24,8 @@ from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 
 Fields = Mapping[str, Any]
+TURN = 64
+"""Responses that are handled at once if they are there at once. More would hold the loop."""
 
 
 class ModelAsker:
@@ -57,6 +61,7 @@ class ModelAsker:
 
     def ask_for_pieces(
         self,
+        closing: ExitStack,
         request: RouteRequest,
         hosted: Hosted,
         endpoint: TextEndpoint,
@@ -64,8 +69,9 @@ class ModelAsker:
         fields: Fields,
         operation: str,
     ) -> tuple[ResponseStream, CountingReader]:
-        """Submit a request, and return its stream, which the caller closes, with a reader of its pieces."""
+        """Submit a request, and return its stream, which `closing` closes, with a reader of its pieces."""
         stream, trace = self._ask(request, hosted, endpoint.outputs, inputs, operation)
+        closing.enter_context(stream)
         counts = self._service.metrics.openai.of(hosted.model.name)
         return stream, CountingReader(endpoint.reader(fields), counts, request.exchange.received_ns, trace)
 
@@ -84,16 +90,33 @@ class ModelAsker:
         return ResponseStream(hosted.scheduler, made, None), trace
 
 
-async def only(stream: ResponseStream) -> Response:
-    """Return the first response, of a model that gives one. Raises what the model answered instead."""
+async def only(stream: ResponseStream, account: AnswerAccount) -> Response:
+    """Return the first response, of a model that gives one. Raises what the model answered instead, and `ModelError`
+    for too much.
+    """
     async for response in stream:
+        await account.take(response)
         return response
     raise ModelError("the model gave no answer")
 
 
-def size_bytes(response: Response) -> int:
-    """Return about the memory that a piece takes until the answer is whole."""
-    return held_bytes(response) + sum(WireTensor.of(each).raw.nbytes for each in response.outputs.values())
+class AnswerAccount:
+    """Counts the memory that an answer takes until it is whole. For the task that reads it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held_bytes = 0
+        self._count = 0
+
+    async def take(self, response: Response, extra_bytes: int = 0) -> None:
+        """Count a response. Now and then, let other clients have their turn. Raises `ModelError` for too much."""
+        self._held_bytes += held_bytes(response) + extra_bytes
+        self._held_bytes += sum(WireTensor.of(each).raw.nbytes for each in response.outputs.values())
+        if self._held_bytes > self._most_bytes:
+            raise ModelError(f"the model's answer takes more than {self._most_bytes} bytes; a stream may be longer")
+        self._count += 1
+        if self._count % TURN == 0:
+            await asyncio.sleep(0)
 
 
 def lacks(name: str, method: str) -> str:

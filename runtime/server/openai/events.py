@@ -25,6 +25,7 @@ from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
+from moonpool.runtime.server.openai.asking import TURN
 from moonpool.runtime.server.openai.errors import reply_of
 
 _log = RuntimeLog("moonpool")
@@ -37,8 +38,6 @@ _EVENTS: Headers = (
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream which has not failed."""
 _MOST_UNSENT_BYTES = 64 << 20
-# Events that are sent at once if they are there at once. More would hold the loop.
-_MOST_EVENTS = 64
 # A proxy may close a connection on which nothing comes for long. Clients skip a comment.
 _SILENCE_S, _COMMENT = 15.0, b":\n\n"
 _MOST_ID_CHARACTERS = 128
@@ -119,11 +118,13 @@ class EventStream:
     async def _send(self, stream: ResponseStream, place: int) -> None:
         exchange = self._exchange
         events: list[bytes] = []
+        count = 0
         try:
             async for response in stream:
                 piece = self._readers[place].piece(response)
                 events += self._writer.of(piece, place)
-                if len(events) < _MOST_EVENTS and stream.has_next:
+                count += 1
+                if count % TURN and stream.has_next:
                     continue
                 self._write(b"".join(events))
                 events.clear()

@@ -8,6 +8,7 @@ requests.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -24,16 +25,19 @@ from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAn
 from moonpool.runtime.openai.endpoints import PieceEndpoint
 from moonpool.runtime.openai.fields import BadField, check_chat, check_completion, check_embeddings, check_rerank
 from moonpool.runtime.server.http.head import JSON, Body
-from moonpool.runtime.server.http.json_text import NotJson, check_values, dumps, loads
+from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson, dumps, loads
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
-from moonpool.runtime.server.openai.asking import ModelAsker, lacks, only, size_bytes
+from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks, only
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.openai.events import ChunkWriter, EventStream, answered, json_reply
 from moonpool.runtime.server.openai.models import OpenAIModels
 from moonpool.runtime.server.openai.transcripts import Transcriptions
 from moonpool.runtime.server.service import Service
 
-_MOST_PROMPTS, _MOST_TEXTS = 128, 2048
+_MOST_PROMPTS, _MOST_TEXTS, _MOST_DOCUMENTS = 128, 2048, 10_000
+_MOST_DIMENSIONS = 1 << 18
+# Numbers that are written before other clients have their turn: about 3 ms.
+_TURN_VALUES = 1 << 15
 # Of the fields beside the prompts, for all prompts of a request together.
 _MOST_REPEATED_BYTES = 64 << 20
 Fields = Mapping[str, Any]
@@ -85,22 +89,27 @@ class OpenAIEndpoints:
         number = uuid4().hex
         answer = TextAnswer(kind, number, fields)
         with ExitStack() as closing:
-            streams, readers = [], []
-            for each, body in prompts:
-                inputs = endpoint.inputs(each, body)
-                stream, reader = self._asker.ask_for_pieces(request, hosted, endpoint, inputs, each, kind.operation)
-                streams.append(closing.enter_context(stream))
-                readers.append(reader)
+            made = [
+                self._asker.ask_for_pieces(
+                    closing, request, hosted, endpoint, endpoint.inputs(*prompt), prompt[0], kind.operation
+                )
+                for prompt in prompts
+            ]
             exchange.cancel = closing.close
-            if fields.get("stream"):
+            is_stream = bool(fields.get("stream"))
+            # What the client has sent may be large, and the answer may take long.
+            del fields, prompts
+            exchange.body = b""
+            if is_stream:
+                streams, readers = zip(*made, strict=True)
                 await EventStream(request, ChunkWriter(answer), readers).send(streams)
                 return None
-            held = 0
-            for place, stream in enumerate(streams):
+            account = AnswerAccount(exchange.limits.json_bytes)
+            for place, (stream, reader) in enumerate(made):
                 async for response in stream:
-                    held += size_bytes(response)
-                    check_values(held, exchange.limits.json_bytes)
-                    answer.add(readers[place].piece(response), place)
+                    piece = reader.piece(response)
+                    await account.take(response, piece.extra_bytes)
+                    answer.add(piece, place)
                 answer.end(place)
         return json_reply(answer.whole())
 
@@ -114,6 +123,7 @@ class OpenAIEndpoints:
         endpoint = endpoints.embedding
         if endpoint is None:
             raise NoSuchModel(fields["model"], why=lacks(fields["model"], "embed"))
+        account = AnswerAccount(exchange.limits.json_bytes)
         made = endpoint.requests(_texts_in(fields, takes_tokens=endpoint.takes_tokens), fields)
         with ExitStack() as closing:
             streams = [
@@ -121,8 +131,11 @@ class OpenAIEndpoints:
                 for inputs, _ in made
             ]
             exchange.cancel = closing.close
-            found = [endpoint.rows(await only(stream), count) for stream, (_, count) in zip(streams, made, strict=True)]
-        return RouteReply(200, JSON, _embeddings(fields, found))
+            found = [
+                endpoint.rows(await only(stream, account), count)
+                for stream, (_, count) in zip(streams, made, strict=True)
+            ]
+        return RouteReply(200, JSON, await _embeddings(fields, found))
 
     async def rerank(self, request: RouteRequest) -> RouteReply:
         """Return the documents with their scores, the best first."""
@@ -134,7 +147,7 @@ class OpenAIEndpoints:
         inputs = endpoint.inputs(fields, body)
         with self._asker.ask(request, hosted, endpoint.outputs, inputs, "rerank") as stream:
             exchange.cancel = stream.close
-            answer = endpoint.object(await only(stream))
+            answer = endpoint.object(await only(stream, AnswerAccount(exchange.limits.json_bytes)))
         return json_reply(_ranking(fields, answer, hosted.model.name))
 
 
@@ -153,7 +166,9 @@ def _body_of(fields: Fields) -> bytes:
 
 def _fields(body: Body) -> dict[str, Any]:
     try:
-        root = loads(body)
+        root = loads(body, has_lists=True)
+    except TooMuchJson:
+        raise
     except NotJson as error:
         raise BadField(f"the body is no JSON: {error}") from None
     if not isinstance(root, dict):
@@ -207,30 +222,37 @@ def _read_ranking(body: Body) -> tuple[Fields, bytes]:
     if "documents" not in fields and "texts" in fields:
         fields["documents"] = fields.pop("texts")
     check_rerank(fields)
+    if len(fields["documents"]) > _MOST_DOCUMENTS:
+        raise BadField(f"at most {_MOST_DOCUMENTS} documents go into a request", ("documents",))
     return fields, _body_of(fields)
 
 
 # Answers
 
 
-def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int | None]]) -> bytes:
+async def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int | None]]) -> bytes:
     sizes = {rows.shape[1] for rows, _ in found}
     if len(sizes) > 1:
         raise ModelError("the model gave embeddings of different sizes")
     rows = np.concatenate([each for each, _ in found])
     size = rows.shape[1]
     wanted = fields.get("dimensions")
+    if size > _MOST_DIMENSIONS:
+        raise ModelError(f"the model gave embeddings of {size} dimensions, and {_MOST_DIMENSIONS} are the most")
     if wanted not in (None, size):
         raise BadField(f"embeddings of this model have {size} dimensions", ("dimensions",))
-    if fields.get("encoding_format") == "base64":
-        texts = [b'"%b"' % base64.b64encode(row) for row in rows.astype("<f4", copy=False)]
-    elif np.isfinite(rows).all():
-        texts = [dumps(row.tolist()) for row in rows]
-    else:
+    is_base64 = fields.get("encoding_format") == "base64"
+    if is_base64:
+        rows = rows.astype("<f4", copy=False)
+    elif not np.isfinite(rows).all():
         raise ModelError("the model gave a number that JSON has no form for")
-    data = b",".join(
-        [b'{"object":"embedding","index":%d,"embedding":%b}' % (index, text) for index, text in enumerate(texts)]
-    )
+    parts, turn = [], max(1, _TURN_VALUES // size)
+    for index, row in enumerate(rows):
+        text = b'"%b"' % base64.b64encode(row) if is_base64 else dumps(row.tolist())
+        parts.append(b'{"object":"embedding","index":%d,"embedding":%b}' % (index, text))
+        if index % turn == turn - 1:
+            await asyncio.sleep(0)
+    data = b",".join(parts)
     counts = [count for _, count in found if count is not None]
     usage = b""
     if len(counts) == len(found):

@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from moonpool.runtime.errors import ModelError
 from moonpool.runtime.openai.endpoints import PieceEndpoint
 from moonpool.runtime.openai.fields import BadField, check_transcription
 from moonpool.runtime.openai.pieces import Piece
 from moonpool.runtime.server.http.head import Headers
-from moonpool.runtime.server.http.json_text import check_values, dumps
+from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
-from moonpool.runtime.server.openai.asking import ModelAsker, lacks, size_bytes
+from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.openai.events import DONE, EventStream, json_reply, written
 from moonpool.runtime.server.openai.multipart import read_form
 
 _TEXT: Headers = ((b"Content-Type", b"text/plain; charset=utf-8"),)
 _FILE = "file"
+# A stream ends with the whole text, so it is kept, too. A segment takes some memory beside its text.
+_MOST_BYTES, _PIECE_BYTES = 64 << 20, 512
 _NUMBERS, _FLAGS = ("temperature",), {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -36,6 +39,7 @@ class _Transcript:
         self._usage: dict[str, int] | None = None
         self.segments: list[dict[str, Any]] = []
         self.words: list[dict[str, Any]] = []
+        self._held_bytes = 0
         # If a piece of text has no times.
         self._lacks_times = False
 
@@ -44,8 +48,11 @@ class _Transcript:
         return "".join(self._texts)
 
     def add(self, piece: Piece) -> str:
-        """Keep a piece, and return its text."""
+        """Keep a piece, and return its text. Raises `ModelError` for too many."""
         text: str = piece.delta.get("content", "")
+        self._held_bytes += len(text) + piece.extra_bytes + _PIECE_BYTES
+        if self._held_bytes > _MOST_BYTES:
+            raise ModelError(f"the transcript takes more than {_MOST_BYTES} bytes")
         self._texts.append(text)
         speech = piece.speech or {}
         if "start" in speech:
@@ -135,17 +142,20 @@ class Transcriptions:
         transcript = _Transcript(fields)
         with ExitStack() as closing:
             inputs = endpoint.inputs(fields, body, file)
-            stream, reader = self._asker.ask_for_pieces(request, hosted, endpoint, inputs, fields, "transcription")
-            closing.enter_context(stream)
+            stream, reader = self._asker.ask_for_pieces(
+                closing, request, hosted, endpoint, inputs, fields, "transcription"
+            )
             exchange.cancel = closing.close
+            del inputs, body, file
+            exchange.body = b""
             if fields.get("stream"):
                 await EventStream(request, _TranscriptWriter(transcript), [reader]).send([stream])
                 return None
-            held = 0
+            account = AnswerAccount(exchange.limits.json_bytes)
             async for response in stream:
-                held += size_bytes(response)
-                check_values(held, exchange.limits.json_bytes)
-                transcript.add(reader.piece(response))
+                piece = reader.piece(response)
+                await account.take(response, piece.extra_bytes)
+                transcript.add(piece)
         return _FORMS[fields.get("response_format") or "json"](transcript)
 
 
