@@ -38,7 +38,6 @@ openai: ## Triton's own tests of its OpenAI front end: make openai CHECKOUT=../s
 	bash .ci/openai $(CHECKOUT)
 
 docs: ## the parts of the pages that are made of code, and their tests
-	.venv/bin/python docs/diagrams.py
 	.venv/bin/python docs/reference.py
 	.venv/bin/python -m moonpool.runtime.model.config.options > docs/OPTIONS.md
 	.venv/bin/python -m moonpool.runtime.server.options.table > docs/SERVE_OPTIONS.md

@@ -1,7 +1,6 @@
-"""Draws the tables of the code into ARCHITECTURE.md, between the markers that name them.
+"""Draws the tables of the code into pages of the site, between the markers that name them.
 
-Run it with `python docs/diagrams.py` after a change to a table. `python docs/diagrams.py wire` prints site/WIRE.md with
-its tables, as the site has it.
+`python docs/diagrams.py wire` prints site/WIRE.md with its tables, as the site has it, and `states` site/STATES.md.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 
     from moonpool.ipc.messages import Spec
 
-PAGE = Path(__file__).parent / "ARCHITECTURE.md"
-WIRE = Path(__file__).parent / "site" / "WIRE.md"
+PAGES = {name: Path(__file__).parent / "site" / f"{name.upper()}.md" for name in ("wire", "states")}
 
 
 def _mermaid(text: str) -> str:
@@ -159,7 +157,4 @@ def drawn(page: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["wire"]:
-        sys.stdout.write(drawn(WIRE.read_text(encoding="utf-8")))
-    else:
-        PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.stdout.write(drawn(PAGES[sys.argv[1]].read_text(encoding="utf-8")))

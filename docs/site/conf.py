@@ -73,7 +73,15 @@ SECTIONS = {
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
     "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README"),
-    "Reference": ("API", "site/SPECIFICATION", "ARCHITECTURE", "GLOSSARY", "site/WIRE", "decisions/README"),
+    "Reference": (
+        "API",
+        "site/SPECIFICATION",
+        "ARCHITECTURE",
+        "GLOSSARY",
+        "site/WIRE",
+        "site/STATES",
+        "decisions/README",
+    ),
 }
 
 
@@ -124,7 +132,7 @@ def complete(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] = f"{source[0].partition('<!-- names -->')[0]}\n{reference()}"
     elif page == "docs/site/SPECIFICATION":
         source[0] = specification.page()
-    elif page == "docs/site/WIRE":
+    elif page in ("docs/site/WIRE", "docs/site/STATES"):
         source[0] = diagrams.drawn(source[0])
     elif page == "docs/decisions/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
