@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.benchmarks.data import DataMix, RequestData, read_mix
 from moonpool.benchmarks.loads import BadLoad
@@ -52,63 +52,71 @@ class RequestSource:
         return DataMix([RequestData(tensors)])
 
 
+# An option that may be given many times.
+MANY = {"action": "append", "default": []}
+
+
+def add_options(
+    group: argparse._ArgumentGroup, texts: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Add options with these help texts. Each is named with its metavar; one without is a switch, or has `choices`.
+
+    `settings` has further arguments of `add_argument`, by option.
+    """
+    for named, text in texts.items():
+        option, _, metavar = named.partition(" ")
+        given: dict[str, Any] = dict((settings or {}).get(option, {}))
+        if metavar:
+            given["metavar"] = metavar
+        elif "choices" not in given:
+            given["action"] = "store_true"
+        group.add_argument(option, help=text, **given)
+
+
 def add_requests(group: argparse._ArgumentGroup) -> None:
     """Add the options for `RequestSource`."""
-    add = group.add_argument
-    add(
-        "--input",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="the value of an input, as NAME=JSON or NAME=@FILE.npy; by default moonpool makes inputs up from the model's metadata",
-    )
-    add(
-        "--input-data",
-        metavar="PATH[=WEIGHT]",
-        action="append",
-        default=[],
-        help="the data of requests: perf_analyzer's JSON, with validation_data if it has any, a .npz file with an array for each input, or "
-        "a folder of those; given many times, they are mixed by their weights",
-    )
-    add(
-        "--shape",
-        metavar="NAME=N,N",
-        action="append",
-        default=[],
-        help="the size of a made-up input, without the batch dimension",
-    )
-    add(
-        "--batch", metavar="N", type=int, default=1, help="the number of rows in a made-up request; default %(default)s"
+    add_options(
+        group,
+        {
+            "--input NAME=VALUE": "the value of an input, as NAME=JSON or NAME=@FILE.npy; by default moonpool makes "
+            "inputs up from the model's metadata",
+            "--input-data PATH[=WEIGHT]": "the data of requests: perf_analyzer's JSON, with validation_data if it "
+            "has any, a .npz file with an array for each input, or a folder of those; given many times, they are "
+            "mixed by their weights",
+            "--shape NAME=N,N": "the size of a made-up input, without the batch dimension",
+            "--batch N": "the number of rows in a made-up request; default %(default)s",
+        },
+        {"--input": MANY, "--input-data": MANY, "--shape": MANY, "--batch": {"type": int, "default": 1}},
     )
 
 
 def add_sequences(group: argparse._ArgumentGroup) -> None:
     """Add --sequences, for `sequence_lengths`."""
-    group.add_argument(
-        "--sequences",
-        metavar="N|N-N",
-        help="send sequences of that length, or between two lengths; each connection carries one at a time",
+    add_options(
+        group,
+        {
+            "--sequences N|N-N": "send sequences of that length, or between two lengths; each connection carries one "
+            "at a time"
+        },
     )
 
 
 def add_windows(group: argparse._ArgumentGroup, *, seconds: float, windows: int) -> None:
     """Add the options of windows, for `check_windows`, with these defaults."""
-    add = group.add_argument
-    add("--seconds", metavar="S", type=float, default=seconds, help="the length of a window; default %(default)s")
-    add(
-        "--warm-up",
-        metavar="S",
-        type=float,
-        default=0.3,
-        help="the seconds before the first window, which do not count; default %(default)s",
-    )
-    add("--windows", metavar="N", type=int, default=windows, help="the most windows of a load; default %(default)s")
-    add(
-        "--stable",
-        metavar="PERCENT",
-        type=float,
-        default=10.0,
-        help="how far the last three windows may differ from their mean; default %(default)s",
+    add_options(
+        group,
+        {
+            "--seconds S": "the length of a window; default %(default)s",
+            "--warm-up S": "the seconds before the first window, which do not count; default %(default)s",
+            "--windows N": "the most windows of a load; default %(default)s",
+            "--stable PERCENT": "how far the last three windows may differ from their mean; default %(default)s",
+        },
+        {
+            "--seconds": {"type": float, "default": seconds},
+            "--warm-up": {"type": float, "default": 0.3},
+            "--windows": {"type": int, "default": windows},
+            "--stable": {"type": float, "default": 10.0},
+        },
     )
 
 

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from moonpool.benchmarks.commands import compare
 from moonpool.benchmarks.commands.load_options import (
+    MANY,
     RequestSource,
+    add_options,
     add_requests,
     add_sequences,
     add_windows,
@@ -190,272 +192,149 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_observation(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--resources",
-        action="store_true",
-        help="measure processor time and memory of the model's and the server's processes, on this machine",
-    )
-    add(
-        "--server-pid",
-        metavar="PID",
-        type=int,
-        help="with --url, for --resources and faults: the server's process on this machine, if it is no moonpool server",
-    )
-    add(
-        "--metrics-url",
-        metavar="URL",
-        help="with --resources: the address of the server's metrics, for figures of GPUs: http://HOST:8002/metrics",
-    )
-    add(
-        "--kill-every",
-        metavar="TIME",
-        help="kill an instance of the model every so often, as 10s: in this process, or of a server on this machine, "
-        "moonpool's or (with --server-pid) Triton's",
-    )
-    add(
-        "--stop-every",
-        metavar="TIME",
-        help="likewise, stop one (SIGSTOP), so that it hangs; the model should have a deadline for execute",
-    )
-    add(
-        "--hang",
-        metavar="SHARE[@TIME]",
-        help="likewise, stop one for TIME each time that a further SHARE of the requests was answered, as 1%%@5s; default 10s",
+    add_options(
+        group,
+        {
+            "--resources": "measure processor time and memory of the model's and the server's processes, on this "
+            "machine",
+            "--server-pid PID": "with --url, for --resources and faults: the server's process on this machine, if it "
+            "is no moonpool server",
+            "--metrics-url URL": "with --resources: the address of the server's metrics, for figures of GPUs: "
+            "http://HOST:8002/metrics",
+            "--kill-every TIME": "kill an instance of the model every so often, as 10s: in this process, or of a "
+            "server on this machine, moonpool's or (with --server-pid) Triton's",
+            "--stop-every TIME": "likewise, stop one (SIGSTOP), so that it hangs; the model should have a deadline "
+            "for execute",
+            "--hang SHARE[@TIME]": "likewise, stop one for TIME each time that a further SHARE of the requests was "
+            "answered, as 1%%@5s; default 10s",
+        },
+        {"--server-pid": {"type": int}},
     )
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--save",
-        metavar="DIR",
-        type=Path,
-        help="write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib is installed",
-    )
-    add("--label", metavar="TEXT", help="name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on")
-    add("--overwrite", action="store_true", help="with --save: replace a result of that name")
-    add(
-        "--export",
-        metavar="FORMAT,…",
-        default="",
-        help="with --save: write more files: jsonl or parquet with each request, hgrm with HdrHistogram's percentiles, trace for Perfetto, "
-        "html with a page",
-    )
-
-    add(
-        "--timeline",
-        metavar="FILE",
-        type=Path,
-        help="write a trace for Perfetto with each request and its batch, in its caller and in the server; a server must have "
-        "--trace-config=triton,file=FILE",
+    add_options(
+        group,
+        {
+            "--save DIR": "write the result to DIR/MODEL.json and DIR/MODEL.csv, and to DIR/MODEL.png if matplotlib "
+            "is installed",
+            "--label TEXT": "name this result, in its tables and its files: DIR/MODEL-TEXT.json and so on",
+            "--overwrite": "with --save: replace a result of that name",
+            "--export FORMAT,…": "with --save: write more files: jsonl or parquet with each request, hgrm with "
+            "HdrHistogram's percentiles, trace for Perfetto, html with a page",
+            "--timeline FILE": "write a trace for Perfetto with each request and its batch, in its caller and in the "
+            "server; a server must have --trace-config=triton,file=FILE",
+        },
+        {"--save": {"type": Path}, "--export": {"default": ""}, "--timeline": {"type": Path}},
     )
 
 
 def _add_subject(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--url",
-        metavar="URL",
-        help="measure at this server: http://HOST:PORT or grpc://HOST:PORT, or with TLS https:// or grpcs://",
+    add_options(
+        group,
+        {
+            "--url URL": "measure at this server: http://HOST:PORT or grpc://HOST:PORT, or with TLS https:// or "
+            "grpcs://",
+            "--against URL|FILE": "compare with another server, measured in turns, or with a result that --save wrote",
+            "--model-version N": "with --url: the version of the model; by default the server chooses it",
+            "--header NAME=VALUE": "with --url: send this header with each request; may be given many times",
+            "--timeout S": "the deadline of each request, in seconds after it was sent; default %(default)s",
+            "--ca FILE": "with TLS: the root certificates of servers, in PEM form; by default those of the system",
+            "--client-certificate FILE": "with TLS: our own certificate, in PEM form",
+            "--client-key FILE": "its key, if it is in another file",
+        },
+        {"--model-version": {"default": ""}, "--header": MANY, "--timeout": {"type": float, "default": 60.0}},
     )
-    add(
-        "--against",
-        metavar="URL|FILE",
-        help="compare with another server, measured in turns, or with a result that --save wrote",
-    )
-    add(
-        "--model-version",
-        metavar="N",
-        default="",
-        help="with --url: the version of the model; by default the server chooses it",
-    )
-    add(
-        "--header",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="with --url: send this header with each request; may be given many times",
-    )
-    add(
-        "--timeout",
-        metavar="S",
-        type=float,
-        default=60.0,
-        help="the deadline of each request, in seconds after it was sent; default %(default)s",
-    )
-    _add_tls(group)
     _add_hosts(group)
 
 
-def _add_tls(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--ca",
-        metavar="FILE",
-        help="with TLS: the root certificates of servers, in PEM form; by default those of the system",
-    )
-    add("--client-certificate", metavar="FILE", help="with TLS: our own certificate, in PEM form")
-    add("--client-key", metavar="FILE", help="its key, if it is in another file")
-
-
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
     add_hosting(group)
-    add(
-        "--instances",
-        metavar="N",
-        type=int,
-        help="in process: load this many instances, in place of the configuration's",
-    )
-    add(
-        "--isolation",
-        metavar="LEVEL,LEVEL",
-        help=f"in process: measure with these sandbox levels in turns, with ratios over the first one; {', '.join(LEVELS)}",
-    )
-    add(
-        "--hosts",
-        metavar="HOST,HOST",
-        help="measure the model of REPO in several hosts in turns, each started for it, with ratios over the first one: "
-        f"{', '.join(HOSTS)}",
-    )
-    add(
-        "--host-package",
-        metavar="PACKAGE",
-        action="append",
-        default=[],
-        help="with --hosts: a package that the model needs there beside numpy, as torch==2.13.0; may be given many times",
-    )
-    add(
-        "--async",
-        dest="is_async",
-        action="store_true",
-        help="in process: call from tasks of an event loop, not from threads",
+    add_options(
+        group,
+        {
+            "--instances N": "in process: load this many instances, in place of the configuration's",
+            "--isolation LEVEL,LEVEL": "in process: measure with these sandbox levels in turns, with ratios over the "
+            f"first one; {', '.join(LEVELS)}",
+            "--hosts HOST,HOST": "measure the model of REPO in several hosts in turns, each started for it, with "
+            f"ratios over the first one: {', '.join(HOSTS)}",
+            "--host-package PACKAGE": "with --hosts: a package that the model needs there beside numpy, as "
+            "torch==2.13.0; may be given many times",
+            "--async": "in process: call from tasks of an event loop, not from threads",
+        },
+        {"--instances": {"type": int}, "--host-package": MANY, "--async": {"dest": "is_async"}},
     )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--concurrency",
-        metavar="N,N,…",
-        help=f"numbers of callers, each of which sends a request after each answer; default {_CONCURRENCY}",
+    add_options(
+        group,
+        {
+            "--concurrency N,N,…": "numbers of callers, each of which sends a request after each answer; default "
+            f"{_CONCURRENCY}",
+            "--request-rate N,N,…": "requests a second, sent at planned times, in place of --concurrency; latency "
+            "counts from the planned time",
+            "--distribution": "with --request-rate: the distribution of the times; default %(default)s",
+            "--load-shape SHAPE": "requests at a rate that changes: ramp:LOW-HIGH over a window, "
+            "periodic:LOW-HIGH/PERIOD, or burst:LOW-HIGH/PERIOD/SHARE, as in burst:100-1000/5s/20%%",
+            "--schedule FILE": "send requests at the times in FILE, one in seconds on each line",
+            "--speed N": "with --schedule and --replay: replay this many times as fast; default 1",
+            "--loadgen SCENARIO": "let MLPerf's LoadGen send the requests, for at least --seconds, in one of its "
+            f"scenarios: {', '.join(SCENARIOS)}; --concurrency is the most in flight, and Server has a --request-rate "
+            "and a limit as --slo p99=20ms",
+            "--cancel SHARE[@TIME]": "cancel a share of the requests, as 5%% or 5%%@20ms, that time after they were "
+            "sent; by default at once",
+            "--slo FIGURE=TIME,…": "limits such as p99=20ms,first=5ms: find the highest request rate that keeps "
+            "them, or say for each given load if it does; FIGURE is p50, p90, p95, p99, max, mean, or in streams "
+            "first or between",
+            "--processes N": "with --url: the processes of the load generator; default 1",
+            "--max-connections N": "with --request-rate: the most requests in flight; default %(default)s",
+        },
+        {
+            "--distribution": {"choices": DISTRIBUTIONS, "default": "poisson"},
+            "--schedule": {"type": Path},
+            "--speed": {"type": float, "default": 1.0},
+            "--loadgen": {"choices": SCENARIOS},
+            "--processes": {"type": int, "default": 1},
+            "--max-connections": {"type": int, "default": 256},
+        },
     )
-    add(
-        "--request-rate",
-        metavar="N,N,…",
-        help="requests a second, sent at planned times, in place of --concurrency; latency counts from the planned time",
-    )
-    add(
-        "--distribution",
-        choices=DISTRIBUTIONS,
-        default="poisson",
-        help="with --request-rate: the distribution of the times; default %(default)s",
-    )
-    add(
-        "--load-shape",
-        metavar="SHAPE",
-        help="requests at a rate that changes: ramp:LOW-HIGH over a window, periodic:LOW-HIGH/PERIOD, or "
-        "burst:LOW-HIGH/PERIOD/SHARE, as in burst:100-1000/5s/20%%",
-    )
-    add("--schedule", metavar="FILE", type=Path, help="send requests at the times in FILE, one in seconds on each line")
-    add(
-        "--speed",
-        metavar="N",
-        type=float,
-        default=1.0,
-        help="with --schedule and --replay: replay this many times as fast; default 1",
-    )
-    _add_loadgen(group)
-    _add_manner(group)
-    add(
-        "--processes",
-        metavar="N",
-        type=int,
-        default=1,
-        help="with --url: the processes of the load generator; default 1",
-    )
-    add(
-        "--max-connections",
-        metavar="N",
-        type=int,
-        default=256,
-        help="with --request-rate: the most requests in flight; default %(default)s",
-    )
-
-
-def _add_loadgen(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--loadgen",
-        metavar="SCENARIO",
-        choices=SCENARIOS,
-        help="let MLPerf's LoadGen send the requests, for at least --seconds, in one of its scenarios: "
-        f"{', '.join(SCENARIOS)}; --concurrency is the most in flight, and Server has a --request-rate and a limit as --slo p99=20ms",
-    )
-
-
-def _add_manner(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
     add_sequences(group)
-    add(
-        "--cancel",
-        metavar="SHARE[@TIME]",
-        help="cancel a share of the requests, as 5%% or 5%%@20ms, that time after they were sent; by default at once",
-    )
-    add(
-        "--slo",
-        metavar="FIGURE=TIME,…",
-        help="limits such as p99=20ms,first=5ms: find the highest request rate that keeps them, or say for each given load "
-        "if it does; FIGURE is p50, p90, p95, p99, max, mean, or in streams first or between",
-    )
 
 
 def _add_measurement(group: argparse._ArgumentGroup) -> None:
     add_windows(group, seconds=1.0, windows=10)
-    group.add_argument(
-        "--runs",
-        metavar="N",
-        type=int,
-        default=1,
-        help="measure all loads this many times, one run after the other, for figures with 95 %% confidence intervals; default 1",
+    add_options(
+        group,
+        {
+            "--runs N": "measure all loads this many times, one run after the other, for figures with 95 %% "
+            "confidence intervals; default 1"
+        },
+        {"--runs": {"type": int, "default": 1}},
     )
 
 
 def _add_request(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
     add_requests(group)
-    add(
-        "--replay",
-        metavar="FILE",
-        type=Path,
-        help="send captured requests at their times: a JSON object on each line, as docs/BENCH.md describes",
-    )
-    add(
-        "--shared-memory",
-        choices=("none", "system"),
-        default="none",
-        help="how tensors travel. system: in shared memory on this machine, which the server must allow "
-        "(--allow-client-shm=true of moonpool serve and tritonserver)",
-    )
-    add(
-        "--json-tensors",
-        action="store_true",
-        help="over HTTP: send tensors as JSON, for servers without the binary tensor extension",
-    )
-    add(
-        "--streaming",
-        action="store_true",
-        help="count and time the responses of streams: over gRPC each caller opens one (ModelStreamInfer), over HTTP each request "
-        "is answered by one (generate_stream)",
-    )
-    add(
-        "--openai",
-        metavar="ENDPOINT",
-        nargs="?",
-        const="chat",
-        choices=OPENAI,
-        help=f"over HTTP: send requests of OpenAI's API, {', '.join(OPENAI)}; by default chat. --input NAME=JSON sets a field. "
-        "Chats and completions are streams, whose responses are the pieces of the answers",
+    add_options(
+        group,
+        {
+            "--replay FILE": "send captured requests at their times: a JSON object on each line, as docs/BENCH.md "
+            "describes",
+            "--shared-memory": "how tensors travel. system: in shared memory on this machine, which the server must "
+            "allow (--allow-client-shm=true of moonpool serve and tritonserver)",
+            "--json-tensors": "over HTTP: send tensors as JSON, for servers without the binary tensor extension",
+            "--streaming": "count and time the responses of streams: over gRPC each caller opens one "
+            "(ModelStreamInfer), over HTTP each request is answered by one (generate_stream)",
+            "--openai ENDPOINT": f"over HTTP: send requests of OpenAI's API, {', '.join(OPENAI)}; by default chat. "
+            "--input NAME=JSON sets a field. Chats and completions are streams, whose responses are the pieces of "
+            "the answers",
+        },
+        {
+            "--replay": {"type": Path},
+            "--shared-memory": {"choices": ("none", "system"), "default": "none"},
+            "--openai": {"nargs": "?", "const": "chat", "choices": OPENAI},
+        },
     )
 
 
