@@ -200,14 +200,21 @@ class ResponseStream:
 
         loop = asyncio.get_running_loop()
         driver = driver_of(loop)
+
+        async def wait() -> None:
+            while not self._waiter.waiting:
+                woken: asyncio.Future[None] = loop.create_future()
+                self._waiter.wake = _waker(driver.call, woken)
+                # Again: a response may have come before there was anything to wake.
+                if not self._waiter.waiting:
+                    await woken
+
         try:
-            async with asyncio.timeout(None if self._deadline is None else self._deadline - time.monotonic()):
-                while not self._waiter.waiting:
-                    woken: asyncio.Future[None] = loop.create_future()
-                    self._waiter.wake = _waker(driver.call, woken)
-                    # Again: a response may have come before there was anything to wake.
-                    if not self._waiter.waiting:
-                        await woken
+            if self._deadline is None:
+                await wait()
+            else:
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    await wait()
         except TimeoutError:
             self._time_out()
         finally:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moonpool.ipc.tensors import BYTES
 from moonpool.stub.native.model import DEFAULT_MAX_BATCH_SIZE, ClassAdapter, cut, joined
 from moonpool.stub.native.signature import BadHint, methods_of
 from moonpool.stub.openai.pieces import BadRequest, encoded
@@ -91,9 +92,9 @@ class _Ask:
 
     def send(self, piece: object) -> None:
         """Send a piece. Raises TypeError and ValueError for one that cannot travel."""
-        data = np.empty(self._shape, np.object_)
-        data[...] = encoded(piece)
-        self.reply.send(InferenceResponse([Tensor(self._output, data)]), final=False)
+        text = encoded(piece)
+        wire = np.frombuffer(len(text).to_bytes(4, "little") + text, np.uint8)
+        self.reply.send(InferenceResponse([Tensor.from_wire(self._output, BYTES, self._shape, wire)]), final=False)
 
     def fail(self, error: BaseException, name: str) -> None:
         """End the request with an error, and log it if the model is to blame."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Union
 
 _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_encoded_text = json.encoder.encode_basestring
 
 
 class BadRequest(Exception):
@@ -102,9 +103,9 @@ def encoded(piece: object) -> bytes:
     Raises TypeError for what no model may yield, and ValueError for a number that JSON has no form for.
     """
     if isinstance(piece, str):
-        fields: Mapping[str, Any] = {"content": piece}
-    elif isinstance(piece, Delta):
-        fields = {
+        return f'{{"content":{_encoded_text(piece)}}}'.encode("utf-8", "replace")
+    if isinstance(piece, Delta):
+        fields: Mapping[str, Any] = {
             name: value
             for name in Delta.__slots__
             if (value := getattr(piece, name)) is not None and (name != "index" or value)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from secrets import token_hex
 from typing import Any, Protocol
-from uuid import uuid4
 
 import orjson
 
@@ -62,7 +62,7 @@ class ChunkWriter:
     def __init__(self, answer: TextAnswer) -> None:
         self._answer = answer
         # What is the same in all chunks, before and behind the choice.
-        self._before = b'data: %b,"choices":[' % dumps(answer.chunk_head)[:-1]
+        self._before = b'data: %b,"choices":[' % written(answer.chunk_head)[:-1]
         self._behind = b'],"usage":null}\n\n' if answer.tells_usage else b"]}\n\n"
 
     def of(self, piece: Piece, place: int) -> list[bytes]:
@@ -210,7 +210,7 @@ def _id_of(exchange: HttpExchange) -> str:
     given = exchange.head.headers.get(b"x-request-id", b"").decode("latin-1")
     if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
         return given
-    return uuid4().hex
+    return token_hex(16)
 
 
 def _id_header(request: RouteRequest) -> Headers:
