@@ -26,6 +26,7 @@ NAMES = (
     "bytes_tensors",
     "peers",
     "serve",
+    "openai",
     "truth",
     "ray_serve",
     "triton",
