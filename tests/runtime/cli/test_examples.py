@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from tests.waiting import wait_until
 
 import moonpool
 
+OPENAI = MODELS.with_name("models_openai")
+PYTHON_TOOL = [{"type": "function", "function": {"name": "python"}}]
 WITH_TORCH = MODELS.with_name("models_with_torch")
 SENTENCES = WITH_TORCH / "sentence_embedding" / "env"
 HAS_SENTENCES = SENTENCES.exists()
@@ -77,6 +80,67 @@ def test_torch_linear_answers_every_row_as_if_it_were_alone() -> None:
     assert together.shape == (3, 4)
     np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-6)
     assert np.abs(together).max() > 0
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_texts_with_the_same_words_are_closest_to_the_embedder() -> None:
+    with moonpool.Runtime(OPENAI, models=["embedder"]) as runtime:
+        rows = runtime.embed("embedder", ["A man eats bread.", "Rates went up.", "a man eats the bread"])
+
+    assert (rows @ rows.T)[0].argsort().tolist() == [1, 2, 0]
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, rtol=1e-5)
+
+
+def test_calculator_runs_a_snippet_in_the_sandbox_or_has_the_agent_run_it() -> None:
+    with moonpool.Runtime(OPENAI, models=["calculator"]) as runtime:
+
+        def answer(messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
+            found = runtime.chat("calculator", messages, timeout_s=PATIENCE_S, **fields)
+            return found["choices"][0]["message"]  # type: ignore[no-any-return]
+
+        called = answer(said("6 * 7"), tools=PYTHON_TOOL)
+        told = answer([*said("6 * 7"), {"role": "tool", "content": "42"}])
+        printed = answer(said("```python\nkept = 1\nfor n in range(3):\n    print(n)\n```"))
+        fresh = answer(said("'kept' in globals()"))
+        refused = answer(said("open('/etc/hostname').read()"))
+
+    assert called["tool_calls"][0]["function"] == {"name": "python", "arguments": '{"code":"print(6 * 7)"}'}
+    assert told["content"] == "The result is 42."
+    assert printed["content"] == "0\n1\n2"
+    assert fresh["content"] == "False"
+    assert str(refused["content"]).startswith("PermissionError")
+
+
+def test_relay_passes_pieces_on_as_they_come() -> None:
+    with moonpool.Runtime(OPENAI, models=["calculator", "relay"]) as runtime:
+        whole = runtime.chat("relay", said("6 * 7"), timeout_s=PATIENCE_S)
+        chunks = list(runtime.chat("relay", said("6 * 7"), tools=PYTHON_TOOL, stream=True, timeout_s=PATIENCE_S))
+
+    assert whole["choices"][0]["message"]["content"] == "42"
+    assert whole["model"] == "relay"
+    assert "tool_calls" in chunks[1]["choices"][0]["delta"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")),
+    reason="PyTorch and transformers are not installed (pip install torch transformers)",
+)
+def test_tiny_chat_streams_what_it_answers_whole() -> None:
+    fields: dict[str, Any] = {"max_tokens": 24, "seed": 1, "timeout_s": PATIENCE_S}
+    with moonpool.Runtime() as runtime:
+        runtime.load("tiny_chat", WITH_TORCH / "tiny_chat")
+        whole = runtime.chat("tiny_chat", said("hello"), **fields)
+        chunks = list(runtime.chat("tiny_chat", said("hello"), stream=True, **fields))
+
+    choice = whole["choices"][0]
+    assert whole["usage"]["completion_tokens"] == 24
+    assert choice["finish_reason"] == "length"
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == choice["message"]["content"]
 
 
 @no_sentences
