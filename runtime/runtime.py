@@ -38,9 +38,8 @@ from moonpool.runtime.model.request import Response
 from moonpool.runtime.model.signature import RequestOptions, request_with
 from moonpool.runtime.observe.exposition import expose
 from moonpool.runtime.observe.metrics_options import MetricsOptions
-from moonpool.runtime.openai import calls
 from moonpool.runtime.openai.answers import CHAT
-from moonpool.runtime.openai.calls import AnswerStream
+from moonpool.runtime.openai.calls import AnswerStream, ModelCalls
 from moonpool.runtime.process.parallel import awaited, in_parallel
 from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.threads import apart, check_unpatched
@@ -453,21 +452,19 @@ class Runtime:
         Raises `InvalidRequest` for wrong fields, and what `infer` raises.
         """
         asked = {**fields, "model": model, "messages": list(messages), "stream": stream}
-        hosted = self._find(model, None)
-        if stream:
-            return calls.begin(hosted, CHAT, asked, timeout_s)
-        return calls.whole(hosted, CHAT, asked, timeout_s)
+        found = ModelCalls.of(self._find(model), timeout_s)
+        return found.begin(CHAT, asked) if stream else found.whole(CHAT, asked)
 
     async def achat(
         self, model: str, messages: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None, **fields: Any
     ) -> dict[str, Any]:
         """Ask as `chat` does, from an asyncio event loop. Cancelling the task ends the model's iterator."""
         asked = {**fields, "model": model, "messages": list(messages), "stream": False}
-        return await calls.awhole(self._find(model, None), CHAT, asked, timeout_s)
+        return await ModelCalls.of(self._find(model), timeout_s).awhole(CHAT, asked)
 
     def embed(self, model: str, texts: Sequence[str], *, timeout_s: float | None = None) -> NDArray[np.float32]:
         """Return a row of numbers for each text, from a model with a method `embed`. Raises what `infer` raises."""
-        return calls.embed(self._find(model, None), texts, timeout_s)
+        return ModelCalls.of(self._find(model), timeout_s).embed(texts)
 
     @overload
     def empty(self, model: str, name: str, shape: int | Sequence[int], version: int | None = None) -> NDArray[Any]: ...

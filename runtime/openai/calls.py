@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 from uuid import uuid4
 
@@ -19,9 +19,13 @@ from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.openai.answers import CHAT, AnswerKind, Json, TextAnswer
 from moonpool.runtime.openai.conventions import endpoints_of
-from moonpool.runtime.openai.endpoints import Inputs, PieceReader
+from moonpool.runtime.openai.endpoints import Inputs, ModelEndpoints, PieceReader
 from moonpool.runtime.openai.fields import check_chat, check_completion
 from moonpool.runtime.schedule.stream import ResponseStream
+
+# Submits a request with these inputs, for these outputs, with an id. Returns its `ResponseStream`, or in a test what
+# yields as one does and can be closed.
+Ask = Callable[[Inputs, Sequence[str], str], Any]
 
 
 class AnswerStream:
@@ -30,7 +34,7 @@ class AnswerStream:
     Ending it early, by `close`, by leaving a `with` or by dropping it, ends the model's iterator.
     """
 
-    def __init__(self, stream: ResponseStream, reader: PieceReader, answer: TextAnswer) -> None:
+    def __init__(self, stream: Any, reader: PieceReader, answer: TextAnswer) -> None:
         self._stream = stream
         self._reader = reader
         self._answer = answer
@@ -98,66 +102,70 @@ class AnswerStream:
         self.close()
 
 
-def begin(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> AnswerStream:
-    """Ask for a chat or a completion. Raises `InvalidRequest` for wrong fields, and what a request raises."""
-    _check(kind, fields)
-    name = hosted.model.name
-    endpoint = endpoints_of(hosted.model).text(name, kind.endpoint)
-    if endpoint is None:
-        raise InvalidRequest(f"model '{name}' has no method '{kind.endpoint}'")
-    number = uuid4().hex
-    body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
-    stream = _ask(hosted, endpoint.outputs, endpoint.inputs(fields, body), number, timeout_s)
-    return AnswerStream(stream, endpoint.reader(fields), TextAnswer(kind, number, fields))
+class ModelCalls:
+    """Calls of the endpoints of one model."""
 
+    def __init__(self, name: str, endpoints: ModelEndpoints, ask: Ask) -> None:
+        """`ask` submits a request, whose responses have `WireTensor`s; `close` of its stream cancels the request."""
+        self._name = name
+        self._endpoints = endpoints
+        self._ask = ask
 
-def whole(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> Json:
-    """Ask for a chat or a completion, and wait for the whole answer. Raises as `begin`, and what the model raises."""
-    with begin(hosted, kind, fields, timeout_s) as begun:
-        for response in begun._stream:
-            begun._answer.add(begun._reader.piece(response), 0)
-    begun._answer.end(0)
-    return begun._answer.whole()
+    @classmethod
+    def of(cls, hosted: HostedModel, timeout_s: float | None) -> ModelCalls:
+        """Return the calls of a model of a runtime."""
 
+        def ask(inputs: Inputs, outputs: Sequence[str], request_id: str) -> ResponseStream:
+            request = hosted.signature.request(inputs, outputs, details_of(request_id, 0, 0, 0, 0, {}))
+            request.wants_wire = True
+            return ResponseStream(hosted.scheduler, request, timeout_s)
 
-async def awhole(hosted: HostedModel, kind: AnswerKind, fields: Mapping[str, Any], timeout_s: float | None) -> Json:
-    """Do the same as `whole`, for a task."""
-    with begin(hosted, kind, fields, timeout_s) as begun:
-        async for response in begun._stream:
-            begun._answer.add(begun._reader.piece(response), 0)
-    begun._answer.end(0)
-    return begun._answer.whole()
+        return cls(hosted.model.name, endpoints_of(hosted.model), ask)
 
+    def begin(self, kind: AnswerKind, fields: Mapping[str, Any]) -> AnswerStream:
+        """Ask for a chat or a completion. Raises `InvalidRequest` for wrong fields, and what a request raises."""
+        check: Callable[[Mapping[str, Any]], None] = check_chat if kind is CHAT else check_completion
+        check(fields)
+        endpoint = self._endpoints.text(self._name, kind.endpoint)
+        if endpoint is None:
+            raise InvalidRequest(f"model '{self._name}' has no method '{kind.endpoint}'")
+        number = uuid4().hex
+        body = json.dumps(fields, ensure_ascii=False).encode("utf-8", "replace")
+        stream = self._ask(endpoint.inputs(fields, body), endpoint.outputs, number)
+        return AnswerStream(stream, endpoint.reader(fields), TextAnswer(kind, number, fields))
 
-def embed(hosted: HostedModel, texts: Sequence[str], timeout_s: float | None) -> NDArray[np.float32]:
-    """Return a row for each text. Raises `InvalidRequest`, and what a request raises."""
-    name = hosted.model.name
-    endpoint = endpoints_of(hosted.model).embedding
-    if endpoint is None:
-        raise InvalidRequest(f"model '{name}' has no method 'embed'")
-    if isinstance(texts, str) or not texts or not all(isinstance(each, str) for each in texts):
-        raise InvalidRequest("texts to embed are a list of at least one text")
-    made = endpoint.requests(texts, {})
-    with ExitStack() as closing:
-        streams = [closing.enter_context(_ask(hosted, endpoint.outputs, inputs, "", timeout_s)) for inputs, _ in made]
-        rows = []
-        for stream, (_, count) in zip(streams, made, strict=True):
-            response = next(iter(stream), None)
-            if response is None:
-                raise ModelError(f"model '{name}' gave no answer")
-            rows.append(endpoint.rows(response, count)[0])
-    return np.concatenate(rows)
+    def whole(self, kind: AnswerKind, fields: Mapping[str, Any]) -> Json:
+        """Ask as `begin` does, and wait for the whole answer. Raises also what the model raises."""
+        with self.begin(kind, fields) as begun:
+            for response in begun._stream:
+                begun._answer.add(begun._reader.piece(response), 0)
+        begun._answer.end(0)
+        return begun._answer.whole()
 
+    async def awhole(self, kind: AnswerKind, fields: Mapping[str, Any]) -> Json:
+        """Do the same as `whole`, for a task."""
+        with self.begin(kind, fields) as begun:
+            async for response in begun._stream:
+                begun._answer.add(begun._reader.piece(response), 0)
+        begun._answer.end(0)
+        return begun._answer.whole()
 
-def _check(kind: AnswerKind, fields: Mapping[str, Any]) -> None:
-    check: Callable[[Mapping[str, Any]], None] = check_chat if kind is CHAT else check_completion
-    check(fields)
-
-
-def _ask(
-    hosted: HostedModel, outputs: Sequence[str], inputs: Inputs, request_id: str, timeout_s: float | None
-) -> ResponseStream:
-    details = details_of(request_id, 0, 0, 0, 0, {})
-    request = hosted.signature.request(inputs, outputs, details)
-    request.wants_wire = True
-    return ResponseStream(hosted.scheduler, request, timeout_s)
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return a row for each text. Raises `InvalidRequest`, and what a request raises."""
+        endpoint = self._endpoints.embedding
+        if endpoint is None:
+            raise InvalidRequest(f"model '{self._name}' has no method 'embed'")
+        if isinstance(texts, str) or not texts or not all(isinstance(each, str) for each in texts):
+            raise InvalidRequest("texts to embed are a list of at least one text")
+        made = endpoint.requests(texts, {})
+        with ExitStack() as closing_all:
+            streams = [
+                closing_all.enter_context(closing(self._ask(inputs, endpoint.outputs, ""))) for inputs, _ in made
+            ]
+            rows = []
+            for stream, (_, count) in zip(streams, made, strict=True):
+                response = next(iter(stream), None)
+                if response is None:
+                    raise ModelError(f"model '{self._name}' gave no answer")
+                rows.append(endpoint.rows(response, count)[0])
+        return np.concatenate(rows)

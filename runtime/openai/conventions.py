@@ -93,11 +93,12 @@ def endpoints_of(model: Model) -> ModelEndpoints:
     config = model.config
     found = _found.get(model)
     if found is None or found[0] is not config:
-        found = _found[model] = config, _endpoints_of(config)
+        found = _found[model] = config, endpoints_in(config)
     return found[1]
 
 
-def _endpoints_of(config: ModelConfig) -> ModelEndpoints:
+def endpoints_in(config: ModelConfig) -> ModelEndpoints:
+    """Return the endpoints of a model with this configuration."""
     own = own_endpoints(config)
     if own.texts or own.embedding is not None:
         return own

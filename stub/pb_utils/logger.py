@@ -44,13 +44,18 @@ class _Route:
     """Holds where messages go. There is one for the process, which has one model."""
 
     sink: Optional[Sink] = None  # noqa: UP045 - evaluated at run time
+    # False in a process that logs what the sink gets: it would come back here.
+    adopts_logging: bool = True
     # By level.
     is_wanted: tuple[bool, bool, bool, bool] = (True, True, True, False)
 
 
-def set_sink(sink: Sink | None) -> None:
-    """Send all further messages to `sink`, or to stderr if it is None."""
+def set_sink(sink: Sink | None, *, adopts_logging: bool = True) -> None:
+    """Send all further messages to `sink`, or to stderr if it is None. Without `adopts_logging`, Python's logging stays
+    as it is.
+    """
     _Route.sink = sink
+    _Route.adopts_logging = adopts_logging
 
 
 def set_levels(info: bool, warning: bool, error: bool, verbose: bool) -> None:
@@ -163,7 +168,7 @@ def adopt_logging() -> bool:
     Returns whether it did. Handlers that the model has set up stay as they are.
     """
     logging = sys.modules.get("logging")
-    if logging is None or logging.root.handlers:
+    if logging is None or logging.root.handlers or not _Route.adopts_logging:
         return False
     logging.root.addHandler(logging_handler())
     return True

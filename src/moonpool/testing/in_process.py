@@ -111,7 +111,7 @@ class Exchange:
         if request is not None:
             request._cancelled = True
         if reply is not None:
-            reply.is_cancelled = True
+            reply.cancel()
 
 
 class Collector(ReplyPort):

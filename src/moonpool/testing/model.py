@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
+from moonpool.runtime.model.request import Response as Outputs
+from moonpool.runtime.model.request import WireTensor
+from moonpool.runtime.openai.answers import CHAT, COMPLETION
+from moonpool.runtime.openai.calls import AnswerStream, ModelCalls
+from moonpool.runtime.openai.conventions import endpoints_in
 from moonpool.testing.request import Request
 from moonpool.testing.response import Response
 
@@ -57,6 +66,49 @@ class LoadedModel(ABC):
     def responses_batch(self, requests: Sequence[Request | Mapping[str, Any]]) -> list[list[Response]]:
         """Return all responses to each request of a batch."""
         return self._batch([_as_request(request, {}) for request in requests])
+
+    # OpenAI's API
+
+    @overload
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[False] = ..., **fields: Any
+    ) -> dict[str, Any]: ...
+
+    @overload
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, stream: Literal[True], **fields: Any) -> AnswerStream: ...
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, stream: bool = False, **fields: Any
+    ) -> dict[str, Any] | AnswerStream:
+        """Ask a model with a method `chat` for the next message, with OpenAI's `fields`, such as `temperature=0`.
+
+        Returns the answer that a server's client gets, or with `stream` an iterator over its chunks; closing it cancels
+        the request. Raises `InvalidRequest` for wrong fields, and `ModelError`.
+        """
+        asked = {**fields, "model": self.name, "messages": list(messages), "stream": stream}
+        return self._calls().begin(CHAT, asked) if stream else self._calls().whole(CHAT, asked)
+
+    def complete(self, prompt: str | Sequence[int], **fields: Any) -> dict[str, Any]:
+        """Ask a model with a method `complete` to go on with a text, or with the ids of tokens. Raises as `chat`."""
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        return self._calls().whole(COMPLETION, {**fields, "model": self.name, "prompt": given})
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return a row of numbers for each text, from a model with a method `embed`. Raises as `chat`."""
+        return self._calls().embed(texts)
+
+    def _calls(self) -> ModelCalls:
+        def ask(inputs: Mapping[str, Any], outputs: Sequence[str], request_id: str) -> Iterator[Outputs]:
+            return self._wired(Request(inputs, outputs=outputs, request_id=request_id))
+
+        return ModelCalls(self.name, endpoints_in(self.config), ask)
+
+    def _wired(self, request: Request) -> Iterator[Outputs]:
+        """Yield the responses in the form in which a server reads them. Raises `ModelError`."""
+        with closing(self.stream(request)) as responses:
+            for response in responses:
+                outputs = response.check().outputs
+                yield Outputs({name: WireTensor.of(array) for name, array in outputs.items()})  # type: ignore[misc]
 
     def _only(self, responses: list[Response]) -> Response:
         if len(responses) != 1:

@@ -85,7 +85,7 @@ class Surroundings:
         host.use(self._host)
         # The test chooses levels by its own logging.
         logger.set_levels(True, True, True, True)
-        logger.set_sink(self._log)
+        logger.set_sink(self._log, adopts_logging=False)
 
     def _take_out(self) -> None:
         before = self._modules_before
