@@ -1,4 +1,4 @@
-"""Embeds texts without weights: counts their three-letter parts in 256 hashed places, of all texts of a batch at once."""
+"""Embeds texts without weights: counts their three-letter parts in 256 hashed places, for a whole batch at once."""
 
 from zlib import crc32
 
