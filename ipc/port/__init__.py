@@ -192,12 +192,15 @@ class Spec:
         offset: int,  # noqa: ARG002
         sent: list[tuple[int, int]] | None,  # noqa: ARG002
         has_views: bool,  # noqa: ARG002
+        lend: object = None,  # noqa: ARG002
     ) -> Any:
         """Return the request whose inputs lie in a message, None if they are not exactly the model's, or not all there.
 
         `described` is a list of `InputPlan`. `sent` has the place of each of them in `data` from `offset` on, as
         (offset, size in bytes); None if they fill the rest of it one behind another. `has_views` says that stubs see
-        `data`. Nothing is believed of what a client says of names, datatypes, shapes, places and sizes.
+        `data`. Inputs in memory of clients are not in the message: `lend` takes a place there and returns a lease, None
+        if its bytes must be copied. Nothing is believed of what a client says of names, datatypes, shapes, places and
+        sizes, except that `lend` checks places.
         """
         return None
 

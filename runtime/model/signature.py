@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -120,12 +120,13 @@ class Signature:
         details: Details | None,
         *,
         has_views: bool,
+        lend: Callable[..., object] | None = None,
     ) -> InferenceRequest | None:
         """Make a request whose inputs lie in a message (`Spec.request_in`). Its outputs come as `WireTensor`.
 
         Returns None for any other, which `request` takes or refuses. Raises `InvalidRequest` for its outputs.
         """
-        request = self.usual.request_in(described, data, offset, sent, has_views)
+        request = self.usual.request_in(described, data, offset, sent, has_views, lend)
         return None if request is None else self._detailed(request, outputs, details)
 
     def _detailed(

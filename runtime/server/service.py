@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -118,6 +118,10 @@ class Service:
             and self.capture is None
         )
 
+    def lender(self, model: Model) -> Callable[[str, int, int], Lease | None] | None:
+        """Return what lends places in the memory of clients to stubs of the model; None if they may not map it."""
+        return self.shared_memory.lease if self.may_lend(model) else None
+
     def read_bytes(self, model: Model, inputs: Iterable[SharedInput]) -> int:
         """Return the number of bytes in clients' memory that `read_shared` would copy for these inputs."""
         places = [(each.code, each.place) for each in inputs if each.place is not None]
@@ -194,19 +198,15 @@ class Service:
         `read_shared`.
         """
         self.shared_memory.check_enabled()
-        if self.may_lend(model):
-            inputs = [lease for array in request.arrays if (lease := lease_of(array)) is not None]
-            self.aim(request, numbered(model, places), inputs)
-
-    def aim(self, request: InferenceRequest, places: Iterable[tuple[int, Place]], inputs: Sequence[Lease]) -> None:
-        """Do the same for a model that may map them, with outputs by their numbers, and the leases in which inputs
-        lie.
-        """
+        lend = self.lender(model)
+        if lend is None:
+            return
         targets = {}
-        for number, place in places:
-            target = self.shared_memory.lease(*place)
+        for number, output in enumerate(model.config.outputs):
+            place = places.get(output.name)
+            target = None if place is None else lend(*place)
             # The model may still read an input when it writes an output, so the two must not overlap.
-            if target is not None and not any(overlap(each, target) for each in inputs):
+            if target is not None and not any(overlap(array, target) for array in request.arrays):
                 targets[number] = target
         if targets:
             request.targets = targets
@@ -229,9 +229,3 @@ class Service:
             )
         self.shared_memory.write(region, offset, [data])
         return len(data)
-
-
-def numbered(model: Model, places: Mapping[str, Place]) -> list[tuple[int, Place]]:
-    """Return the places of outputs with the outputs' numbers in the model."""
-    outputs = enumerate(model.config.outputs)
-    return [(number, places[each.name]) for number, each in outputs if each.name in places]

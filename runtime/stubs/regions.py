@@ -177,15 +177,17 @@ class ClientRegion(SharedRegion):
             raise OutOfMemory(f"cannot set aside {size_bytes} addresses: {error}") from error
 
 
-def overlap(one: Lease, other: Lease) -> bool:
-    """Return True if two leases have bytes of a client's object in common."""
-    ours, theirs = one.region, other.region
+def overlap(array: NDArray[Any], target: Lease) -> bool:
+    """Return True if an array and a lease have bytes of a client's object in common."""
+    lease = lease_of(array)
+    ours, theirs = None if lease is None else lease.region, target.region
     return (
-        isinstance(ours, ClientRegion)
+        lease is not None
+        and isinstance(ours, ClientRegion)
         and isinstance(theirs, ClientRegion)
         and ours.file == theirs.file
-        and one.offset < other.offset + other.size
-        and other.offset < one.offset + one.size
+        and lease.offset < target.offset + target.size
+        and target.offset < lease.offset + lease.size
     )
 
 

@@ -8,11 +8,12 @@ from moonpool.runtime.server.inference._request cimport RequestPlan as PlanType
 
 # Found without a look into the module's dictionary.
 cdef dict CODES
-cdef object InputPlan
+cdef object InputPlan, RegionPlace
 cdef Py_ssize_t MAX_DIMS
 cdef int MOST_PARTS
 cdef unsigned long long _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS
 cdef unsigned long long _NAME, _DATATYPE, _SHAPE, _DIM
+cdef unsigned long long _INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _NUMBER, _TEXT
 cdef int _USUAL_FIELDS
 
 
@@ -31,6 +32,7 @@ cdef class GrpcRequestPlan(requests.RequestPlan):
 cdef class InferMessage:
     cdef object __weakref__
     cdef list _inputs, _outputs
+    cdef dict _places
     cdef public list tensors
     cdef object _rest
     cdef public object data, model, request_id, version
@@ -48,9 +50,13 @@ cdef class InferMessage:
 
 @cython.locals(message=InferMessage)
 cpdef begun(bytes first)
-@cython.locals(fields=cython.int, tag=cython.ulonglong, shape=list)
+@cython.locals(fields=cython.int, tag=cython.ulonglong, shape=list, parameters=dict)
 cdef _usual_input(FieldReaderType reader)
-cdef _usual_output(FieldReaderType reader)
+@cython.locals(parameters=dict)
+cdef _usual_output(FieldReaderType reader, dict places)
+@cython.locals(entry=FieldReaderType, value=FieldReaderType)
+cdef bint _add_parameter(FieldReaderType reader, dict parameters) except -1
+cdef _usual_place(dict parameters)
 cdef _of_memory(service, hosted, name, code, shape, place)
 cdef _input_plan(tensor)
 cdef _packed(name, code, values)

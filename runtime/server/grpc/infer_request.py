@@ -37,6 +37,8 @@ kserve = service_messages()
 # length.
 _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS = range(10, 59, 8)
 _NAME, _DATATYPE, _SHAPE, _DIM = 10, 18, 26, 24
+# The parameters of an input, and of an output: entries of a map. Their keys and values, and what a value may be.
+_INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _NUMBER, _TEXT = 34, 18, 10, 18, 16, 26
 # An input with more fields is for the library. Most have three.
 _USUAL_FIELDS = 8
 _MANY_BYTES = 1 << 18
@@ -76,10 +78,13 @@ class GrpcRequestPlan(requests.RequestPlan):
 
     __slots__ = ("classes", "contents", "is_large", "parameters")
 
-    def __init__(self, inputs: list[InputPlan | None], outputs: list[str | None], rest: Any) -> None:
-        """Plan inputs and outputs. `rest` is a ModelInferRequest with those that are None, and all parameters.
+    def __init__(
+        self, inputs: list[InputPlan | None], outputs: list[str | None], places: dict[str, RegionPlace], rest: Any
+    ) -> None:
+        """Plan inputs and outputs, and outputs in memory of the client.
 
-        It is None if there are neither. Raises `InvalidRequest`.
+        `rest` is a ModelInferRequest with those that are None, and all parameters. It is None if there are neither.
+        Raises `InvalidRequest`.
         """
         self.clear()
         self.parameters = _NONE
@@ -89,6 +94,7 @@ class GrpcRequestPlan(requests.RequestPlan):
         self.classes: dict[str, int] = {}
         # If reading its tensors may take long.
         self.is_large = False
+        self.places = places
         if rest is not None:
             self.parameters = _parameters_of(rest.parameters)
             self.details = self._details("", None)
@@ -98,6 +104,8 @@ class GrpcRequestPlan(requests.RequestPlan):
             names = iter([output.name for output in rest.outputs])
             outputs = [next(names) if name is None else name for name in outputs]
         self.inputs = inputs  # type: ignore[assignment]
+        sizes = [each.place.size_bytes for each in self.inputs if each.place is not None]
+        self.has_shared, self.is_large = bool(sizes), sum(sizes) > _MANY_BYTES
         if outputs:
             named: Any = outputs
             self.outputs = named if len(named) == len(set(named)) else list(dict.fromkeys(named))
@@ -111,8 +119,6 @@ class GrpcRequestPlan(requests.RequestPlan):
                 inputs[index] = _input_plan(tensor)
                 if tensor.HasField("contents"):
                     self.contents[index] = tensor
-        sizes = [each.place.size_bytes for each in inputs if each is not None and each.place]
-        self.is_large = sum(sizes) > _MANY_BYTES
         return inputs
 
     def _add_output(self, output: Any) -> None:
@@ -154,6 +160,7 @@ class InferMessage:
     __slots__ = (
         "_inputs",
         "_outputs",
+        "_places",
         "_rest",
         "data",
         "is_placed",
@@ -178,6 +185,8 @@ class InferMessage:
         self.model = self.version = self.request_id = ""
         self._inputs: list[InputPlan | None] = []
         self._outputs: list[str | None] = []
+        # Outputs in memory of the client.
+        self._places: dict[str, RegionPlace] = {}
         # The places of the tensors, each as (offset, size in bytes).
         self.tensors: list[tuple[int, int]] = []
         self._rest: Any = None
@@ -207,7 +216,7 @@ class InferMessage:
                 if self._inputs[-1] is None:
                     rest.append(reader.field())
             elif tag == _OUTPUTS:
-                self._outputs.append(_usual_output(reader.inner(inner)))
+                self._outputs.append(_usual_output(reader.inner(inner), self._places))
                 if self._outputs[-1] is None:
                     rest.append(reader.field())
             elif tag == _MODEL:
@@ -245,7 +254,7 @@ class InferMessage:
     def read(self) -> GrpcRequestPlan:
         """Return the plan of the request. Raises `InvalidRequest`."""
         if self.plan is None:
-            self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._rest)
+            self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._places, self._rest)
         return self.plan
 
     def usual(self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]) -> InferenceRequest | None:
@@ -338,9 +347,12 @@ def begun(first: bytes) -> InferMessage | None:
 
 
 def _usual_input(reader: wire.FieldReader) -> InputPlan | None:
-    """Return an input that has nothing but a name, a datatype and a shape, else None."""
+    """Return an input that has nothing but a name, a datatype, a shape and a place in memory of the client, else
+    None.
+    """
     name = datatype = ""
     shape: list[int] = []
+    parameters: dict[str, Any] = {}
     fields = 0
     while reader.next():
         fields += 1
@@ -351,18 +363,67 @@ def _usual_input(reader: wire.FieldReader) -> InputPlan | None:
             name = reader.text()
         elif tag == _DATATYPE:
             datatype = reader.text()
+        elif tag == _INPUT_PARAMETER:
+            if not _add_parameter(reader, parameters):
+                return None
         elif tag not in (_SHAPE, _DIM) or not reader.numbers(shape, MAX_DIMS):
             return None
+    place = _usual_place(parameters) if parameters else None
+    if parameters and place is None:
+        return None
     # The class' own way would be interpreted.
-    return tuple.__new__(InputPlan, (name, CODES.get(datatype, 0), tuple(shape), None, 0, None))
+    return tuple.__new__(InputPlan, (name, CODES.get(datatype, 0), tuple(shape), place, 0, None))
 
 
-def _usual_output(reader: wire.FieldReader) -> str | None:
-    """Return the name of an output of which the message says no more, else None."""
+def _usual_output(reader: wire.FieldReader, places: dict[str, RegionPlace]) -> str | None:
+    """Return the name of an output of which the message says no more than a place in memory of the client, else None.
+
+    Adds the place.
+    """
     if not reader.next() or reader.tag != _NAME:
         return None
     name = reader.text()
-    return None if reader.next() else name
+    parameters: dict[str, Any] = {}
+    while reader.next():
+        if reader.tag != _OUTPUT_PARAMETER or not _add_parameter(reader, parameters):
+            return None
+    if parameters:
+        place = _usual_place(parameters)
+        if place is None:
+            return None
+        places[name] = place
+    return name
+
+
+def _add_parameter(reader: wire.FieldReader, parameters: dict[str, Any]) -> bool:
+    """Read a parameter that is a text, or a number that is not negative. Returns False for any other one."""
+    entry = reader.inner(wire.FieldReader(reader.message, 0, 0))
+    if len(parameters) == _USUAL_FIELDS or not entry.next() or entry.tag != _KEY:
+        return False
+    key = entry.text()
+    if key in parameters or not entry.next() or entry.tag != _VALUE:
+        return False
+    value = entry.inner(wire.FieldReader(reader.message, 0, 0))
+    if entry.next() or not value.next():
+        return False
+    if value.tag == _TEXT:
+        parameters[key] = value.text()
+    elif value.tag == _NUMBER and not value.number >> 63:
+        parameters[key] = value.number
+    else:
+        return False
+    return not value.next()
+
+
+def _usual_place(parameters: dict[str, Any]) -> RegionPlace | None:
+    """Return the place that these parameters are for and nothing else, as `_place_of` does; else None."""
+    region, size_bytes = parameters.get("shared_memory_region"), parameters.get("shared_memory_byte_size")
+    offset = parameters.get("shared_memory_offset", 0)
+    if type(region) is not str or type(size_bytes) is not int or type(offset) is not int:
+        return None
+    if len(parameters) != (3 if "shared_memory_offset" in parameters else 2):
+        return None
+    return tuple.__new__(RegionPlace, (region, offset, size_bytes))
 
 
 def _of_memory(

@@ -8,7 +8,7 @@ cdef Py_ssize_t _TAG_BYTES
 
 @cython.final
 cdef class FieldReader:
-    cdef bytes _message
+    cdef public bytes message
     cdef const unsigned char* _bytes
     cdef Py_ssize_t _at, _end, _field
     cdef bint _is_cut

@@ -56,7 +56,7 @@ class FieldReader:
 
         With `is_cut`, the message is the beginning of one, and a tensor in it may end behind it.
         """
-        self._message = self._bytes = message
+        self.message = self._bytes = message
         self._at, self._end, self._is_cut = at, end, is_cut
         # Of the field that was read last: its place, its tag, the place and size of what is in it, or its number.
         self._field = self.tag = self.begin = self.size = self.number = 0
@@ -114,7 +114,7 @@ class FieldReader:
         if self.tag & 7 == _VARINT:
             found.append(_signed(self.number))
             return len(found) <= most
-        reader = FieldReader(self._message, self.begin, self.begin + self.size)
+        reader = FieldReader(self.message, self.begin, self.begin + self.size)
         while reader._at < reader._end:
             found.append(_signed(FieldReader._varint(reader)))
             if len(found) > most:
@@ -123,7 +123,7 @@ class FieldReader:
 
     def field(self) -> bytes:
         """Return the whole field as it came."""
-        return self._message[self._field : self._at]
+        return self.message[self._field : self._at]
 
 
 def _signed(number: int) -> int:

@@ -10,7 +10,7 @@ cdef object InputPlan, UINT64, _BINARY, _MISSING, _VALUES
 
 @cython.final
 cdef class HttpRequestPlan(requests.RequestPlan):
-    cdef public bint has_shared, is_plain
+    cdef public bint is_plain
     cdef public object request_id, rest
     cdef public dict wanted
 

@@ -54,7 +54,7 @@ _BINARY, _VALUES = OutputPlan(True), OutputPlan(False)
 class HttpRequestPlan(requests.RequestPlan):
     """The JSON of a request."""
 
-    __slots__ = ("has_shared", "is_plain", "request_id", "rest", "wanted")
+    __slots__ = ("is_plain", "request_id", "rest", "wanted")
 
     def __init__(self, request: Any) -> None:
         """Read the value of the JSON. Raises `NotJson`, `BadJson`, `InvalidRequest`."""
@@ -69,7 +69,6 @@ class HttpRequestPlan(requests.RequestPlan):
         if type(parameters) is not dict:
             raise NotJson(f"failed to get request params.: {WRONG[dict]}")
         self.details = request_details(self.request_id, parameters)
-        self.has_shared = False
         self._add_inputs(_array(root, "inputs"))
         is_binary = parameters.get("binary_data_output", False)
         if type(is_binary) is not bool:

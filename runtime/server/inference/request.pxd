@@ -5,6 +5,6 @@ cimport cython
 cdef class RequestPlan:
     cdef object __weakref__
     cdef public object details, inputs, outputs, places
-    cdef public bint has_classes
+    cdef public bint has_classes, has_shared
 
     cpdef clear(self)

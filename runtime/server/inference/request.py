@@ -2,8 +2,9 @@
 
 A protocol reads what a client sent into a `RequestPlan`, which holds everything but the bytes of tensors.
 
-Most requests have all their tensors in the message, exactly as the model wants them. Compiled code makes such a request
-in one step (`RequestPlan.usual`). All others go through `make`, which says what is wrong with them, if anything is.
+Most requests have all their tensors in the message or in memory that the client shares, exactly as the model wants
+them. Compiled code makes such a request in one step (`RequestPlan.usual`). All others go through `make`, which says
+what is wrong with them, if anything is.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class InputPlan(NamedTuple):
 class RequestPlan:
     """Everything of a request but the bytes of its tensors."""
 
-    __slots__ = ("details", "has_classes", "inputs", "outputs", "places")
+    __slots__ = ("details", "has_classes", "has_shared", "inputs", "outputs", "places")
 
     def __init__(self) -> None:
         self.clear()
@@ -87,6 +88,8 @@ class RequestPlan:
         """Set all attributes."""
         self.details: Details | None = None
         self.inputs: list[InputPlan] = []
+        # If any of them lies in memory that the client shares.
+        self.has_shared = False
         # None for all outputs of the model.
         self.outputs: list[str] | None = None
         # Outputs that go into memory that the client shares.
@@ -105,14 +108,16 @@ class RequestPlan:
         *,
         has_views: bool,
     ) -> InferenceRequest | None:
-        """Return a request whose tensors are all in the message, and fit the model; None for any other.
+        """Return a request whose tensors are in the message or lent by the client, and fit the model; None for any
+        other.
 
         `sent` has the places of the tensors in `data`, from `offset` on; None if they fill it one behind another.
         `has_views` says that stubs see `data`. Raises `InvalidRequest`, `SharedMemoryError`.
         """
+        lend = service.lender(hosted.model) if self.has_shared else None
         try:
             request = hosted.signature.request_in(
-                self.inputs, data, offset, sent, self.outputs, details, has_views=has_views
+                self.inputs, data, offset, sent, self.outputs, details, has_views=has_views, lend=lend
             )
         except InvalidRequest as error:
             raise refused(error, hosted, "" if details is None else details.request_id) from None

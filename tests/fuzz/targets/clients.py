@@ -51,6 +51,9 @@ class _Service:
 
     models = SimpleNamespace(find=lambda *_: _HOSTED)
 
+    def lender(self, *_: Any) -> None:
+        return None
+
     def read_shared(self, *_: Any) -> Any:
         raise InvalidRequest("Unable to find shared memory region")
 
@@ -146,7 +149,7 @@ def grpc_wire(data: bytes) -> None:
     if named != (whole.model_name, whole.model_version, whole.id, [*whole.raw_input_contents]):
         raise AssertionError(named)
     counts = len(whole.inputs), len(whole.outputs)
-    if _planned(lambda: GrpcRequestPlan([None] * counts[0], [None] * counts[1], whole)) != _planned(asked.read):
+    if _planned(lambda: GrpcRequestPlan([None] * counts[0], [None] * counts[1], {}, whole)) != _planned(asked.read):
         raise AssertionError("another plan")
 
 

@@ -129,16 +129,24 @@ def test_the_compiled_port_makes_the_requests_in_messages_that_python_makes(
     compiled, _ = signatures(max_batch_size, inputs)
     rows, begin = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
     plan, arrays, message = RequestPlan(), {}, b"." * begin
+    lent: dict[RegionPlace, Any] = {}
     for i, (datatype, dims, _) in data.draw(st.permutations(list(enumerate(wanted)))):
         shape = [data.draw(st.integers(0, 4)) if dim < 0 else dim for dim in dims]
         if max_batch_size:
             shape = [rows, *shape]
         array = np.arange(np.prod(shape)).reshape(shape).astype(DTYPES[CODES[datatype]])
-        plan.inputs.append(InputPlan(f"X{i}", CODES[datatype], shape, None, array.nbytes))
+        place = RegionPlace("r", i * 4096, array.nbytes) if data.draw(st.booleans()) else None
+        plan.inputs.append(InputPlan(f"X{i}", CODES[datatype], shape, place, array.nbytes))
+        if place is None:
+            message += array.tobytes()
+        else:
+            plan.has_shared = True
+            lent[place] = REGION.lease(i * 4096, array.nbytes, lambda _: None, "a client's")
+            lent[place][:] = array.reshape(-1).view(np.uint8)
+            array = np.ndarray(array.shape, array.dtype, lent[place])
         arrays[f"X{i}"] = array
-        message += array.tobytes()
-    hosted: Any = SimpleNamespace(signature=compiled)
-    service: Any = None
+    hosted: Any = SimpleNamespace(signature=compiled, model=None)
+    service: Any = SimpleNamespace(lender=lambda _: lambda *place: lent[RegionPlace(*place)])
     found = plan.usual(service, hosted, message, begin, None, None, has_views=False)
     if rows > max_batch_size > 0 or not all(array.nbytes for array in arrays.values()):
         assert found is None
@@ -149,7 +157,7 @@ def test_the_compiled_port_makes_the_requests_in_messages_that_python_makes(
     for array, like in zip(found.arrays, expected.arrays, strict=True):
         assert (array.dtype, array.shape) == (like.dtype, like.shape)
         assert array.tobytes() == like.tobytes()
-        assert array.base is message
+        assert array.base is message or any(array.base is lease for lease in lent.values())
         assert not array.flags.writeable
         assert array.flags.aligned == (array.ctypes.data % array.dtype.alignment == 0)
 
@@ -198,6 +206,39 @@ def test_what_is_not_exactly_the_models_is_left_to_python(plan: list[InputPlan])
     compiled, _ = signatures(0, [tensor("X", "FP32", -1)])
     assert compiled.usual.request_in(plan, bytes(4), 0, None, False) is None
     assert compiled.usual.request_in(plan, bytes(4), 0, [(0, 4)] * len(plan), False) is None
+
+
+def _refuse(*_: object) -> None:
+    raise InvalidRequest("no such region")
+
+
+@pytest.mark.parametrize(
+    "lend",
+    [
+        None,
+        lambda *_: None,
+        lambda *_: np.zeros(4, np.uint8),
+        lambda *_: REGION.lease(0, 8, lambda _: None, "more than it is"),
+        _refuse,
+    ],
+)
+def test_memory_of_a_client_that_is_not_lent_as_it_is_described_is_left_to_python(lend: Any) -> None:
+    compiled, _ = signatures(0, [tensor("X", "FP32", -1)])
+    plan = [InputPlan("X", CODES["FP32"], [1], RegionPlace("r", 0, 4))]
+    for sent in (None, list[Any]()):
+        assert compiled.usual.request_in(plan, b"", 0, sent, False, lend) is None
+
+
+def test_a_tensor_in_the_message_beside_one_in_memory_of_a_client_is_not_taken_for_that() -> None:
+    compiled, _ = signatures(0, [tensor("X", "FP32", -1)])
+    plan = [InputPlan("X", CODES["FP32"], [1], RegionPlace("r", 0, 4))]
+
+    def lend(*_: object) -> Any:
+        return REGION.lease(0, 4, lambda _: None, "a client's")
+
+    assert compiled.usual.request_in(plan, bytes(4), 0, None, False, lend) is None
+    assert compiled.usual.request_in(plan, bytes(4), 0, [(0, 4)], False, lend) is None
+    assert compiled.usual.request_in(plan, bytes(4), 4, None, False, lend).has_views
 
 
 def test_an_input_twice_is_left_to_python() -> None:

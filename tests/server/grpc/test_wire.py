@@ -26,6 +26,17 @@ pytestmark = pytest.mark.promise(
 
 TEXTS = st.text(max_size=20)
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
+# Parameters of a tensor, most of which say where it lies in memory of a client.
+PARAMETERS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(["shared_memory_byte_size", "shared_memory_offset"]), st.just("int64_param"), NUMBERS
+        ),
+        st.tuples(st.just("shared_memory_offset"), st.just("string_param"), st.just("1")),
+        st.tuples(st.sampled_from(["shared_memory_region", "any"]), st.just("bool_param"), st.just(True)),
+    ),
+    max_size=4,
+)
 DATATYPES = st.sampled_from(["FP32", "BYTES", "INT64", "", "any"])
 
 
@@ -49,6 +60,8 @@ def fields(draw: st.DrawFn) -> list[Any]:
             for each in (tensor, wanted):
                 each.parameters["shared_memory_region"].string_param = "r"
                 each.parameters["shared_memory_byte_size"].int64_param = draw(NUMBERS)
+                for name, kind, value in draw(PARAMETERS):
+                    setattr(each.parameters[name], kind, value)
         if has_contents:
             tensor.contents.fp32_contents.append(1.0)
             wanted.parameters["classification"].int64_param = draw(NUMBERS)
@@ -75,7 +88,7 @@ def by_the_library(data: bytes) -> Any:
     message.request_id = whole.id
     named = whole.model_name, whole.model_version, whole.id, list(whole.raw_input_contents)
     try:
-        plan = GrpcRequestPlan([None] * len(whole.inputs), [None] * len(whole.outputs), whole)
+        plan = GrpcRequestPlan([None] * len(whole.inputs), [None] * len(whole.outputs), {}, whole)
         return *named, planned(message, plan)
     except MoonpoolError as error:
         return *named, str(error)
