@@ -190,6 +190,7 @@ class _Generation:
 
     def inputs(self, fields: Fields, body: bytes, file: bytes | None = None) -> Inputs:  # noqa: ARG002
         """Return the tensors. Raises `InvalidRequest` for what these models cannot do, with Triton's texts."""
+        fields = self._own(fields)
         self._check(fields)
         inputs: Inputs = {}
         self._add_text(inputs, fields)
@@ -226,11 +227,18 @@ class _Generation:
 
     def reader(self, fields: Fields) -> _Reader:
         """Return what reads the responses to one request, and adds up its tokens."""
-        return _Reader(self._tensors.model, self.outputs, fields)
+        return _Reader(self._tensors.model, self.outputs, self._own(fields))
+
+    def _own(self, fields: Fields) -> Fields:
+        """Return the fields of this endpoint. Those of a chat were not checked, and mean nothing."""
+        return {name: value for name, value in fields.items() if name not in _OF_MESSAGES}
 
 
 class _Chat(_Generation):
     """Chats of a model with one of the conventions, for which something makes a text of the messages."""
+
+    def _own(self, fields: Fields) -> Fields:
+        return fields
 
     def _add_text(self, inputs: Inputs, fields: Fields) -> None:
         asked = {name: fields[name] for name in _OF_MESSAGES if fields.get(name) is not None}
@@ -252,7 +260,7 @@ class _Reader:
         self._model = model
         self._outputs = outputs
         self._is_chat = _MESSAGES in fields
-        tool = _forced(fields) if self._is_chat else None
+        tool = _forced(fields)
         # The call that the answer is, with the name of its function until that was told.
         self._call = None if tool is None else {"name": str(tool.get("name"))}
         self._prompt_tokens: int | None = None
@@ -391,11 +399,13 @@ def _forced(fields: Fields) -> Fields | None:
     front end, it is the first one if the client leaves the choice to the model.
     """
     choice = fields.get("tool_choice")
-    if choice in (None, "none", "auto"):
+    if _MESSAGES not in fields or choice in (None, "none", "auto"):
         return None
     tools: list[Fields] = [tool["function"] for tool in fields.get("tools") or () if type(tool.get("function")) is dict]
-    name = None if choice == "required" else choice["function"]["name"]
-    return next((tool for tool in tools if name in (None, tool.get("name"))), None)
+    if choice == "required":
+        return next(iter(tools), None)
+    name = choice["function"]["name"]
+    return next(tool for tool in tools if tool.get("name") == name)
 
 
 def _guide(fields: Fields) -> tuple[str | None, str | None]:
@@ -406,7 +416,9 @@ def _guide(fields: Fields) -> tuple[str | None, str | None]:
     tool = _forced(fields)
     if tool is not None:
         return "json_schema", json.dumps(tool.get("parameters") or {"type": "object"})
-    form = fields.get("response_format") or {}
+    form = fields.get("response_format")
+    if type(form) is not dict:
+        return None, None
     if form.get("type") == "json_schema" and type(form.get("json_schema")) is dict:
         return "json_schema", json.dumps(form["json_schema"].get("schema") or {"type": "object"})
     return ("json", None) if form.get("type") == "json_object" else (None, None)

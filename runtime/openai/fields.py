@@ -115,8 +115,8 @@ def _prompt(name: str, value: Any) -> None:
 
 
 def _prompts(name: str, value: Any) -> None:
-    """Take the same for a completion, whose front end in Triton finds an empty one later."""
-    if value in ("", []):
+    """Take the same for a completion. Triton's front end finds an empty one when all fields are checked."""
+    if value == "":
         raise BadField("prompt must be non-empty", (name,))
     _prompt(name, value)
 
@@ -253,7 +253,7 @@ def _check_tools(fields: Json) -> None:
             raise BadField("`tool_choice` 'required' needs `tools`", ("tool_choice",))
     elif type(choice) is not dict:
         raise BadField("`tool_choice` must be 'none', 'auto', 'required' or an object", ("tool_choice",))
-    elif _name_of(choice) not in names:
+    elif type(_name_of(choice)) is not str or _name_of(choice) not in names:
         raise BadField("`tool_choice` names a function that is not in `tools`", ("tool_choice",))
 
 

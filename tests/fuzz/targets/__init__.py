@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import archives, batches, bench, calls, clients, configurations, links, messages
+from tests.fuzz.targets import archives, batches, bench, calls, clients, configurations, links, messages, openai
 
 Target = Callable[[bytes], None]
 
@@ -30,6 +30,9 @@ TARGETS: dict[str, Target] = {
     "http_json": clients.http_json,
     "grpc_wire": clients.grpc_wire,
     "grpc_infer": clients.grpc_infer,
+    "openai_request": openai.openai_request,
+    "openai_piece": openai.openai_piece,
+    "chat_template": openai.chat_template,
     "shared_memory": clients.shared_memory,
     "pbtxt": configurations.pbtxt,
     "completed": configurations.completed,

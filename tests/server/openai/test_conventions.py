@@ -186,6 +186,15 @@ def test_what_tensorrt_llms_models_cannot_do_is_refused(serving: Serving, fields
     assert (reply.status, reply.value["error"]["message"]) == (400, text)
 
 
+@pytest.mark.parametrize("odd", [5, "x", [], {}, {"type": 1}, {"type": "json_schema", "json_schema": 1}])
+@pytest.mark.parametrize("model", ["flat", "trtllm"])
+def test_odd_forms_of_an_answer_are_none(serving: Serving, model: str, odd: object) -> None:
+    told = json.loads(ask(serving, model, response_format=odd, tool_choice=odd).value["choices"][0]["text"])
+
+    assert "guide" not in json.dumps(told)
+    assert "structured_outputs" not in json.dumps(told)
+
+
 def test_a_value_that_does_not_fit_its_tensor_is_refused(serving: Serving) -> None:
     reply = ask(serving, "trtllm", seed=-1)
 

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.server.http.serving import Serving
 from tests.server.openai.test_conventions import DECOUPLED, TRTLLM, WHOLE, vllm
 from tests.server.openai.test_texts import CHAT, COMPLETIONS, chunks
 
 import moonpool
+from moonpool import testing
 
 MODEL = Path(__file__).parents[2] / "models" / "generator.py"
 KEY = "MOONPOOL_CHAT_TEMPLATE"
@@ -180,6 +182,42 @@ def test_a_forced_tool_gives_the_schema_to_the_model_and_its_answer_to_the_call(
     assert (message["content"], call["name"]) == (None, "weather")
     sampling = json.loads(json.loads(call["arguments"])["sampling_parameters"][1][0])
     assert json.loads(json.loads(sampling["structured_outputs"])["json"]) == schema
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"MOONPOOL_SANDBOX": "strict"},
+        {"MOONPOOL_PREFORK": "imports"},
+        {"MOONPOOL_PREFORK": "initialize"},
+        {"MOONPOOL_INSTANCES_PER_PROCESS": "2"},
+    ],
+)
+def test_a_template_is_there_however_the_process_is_made(tmp_path: Path, options: dict[str, str]) -> None:
+    folder = write_model(tmp_path / "m", chat_template__jinja=TEMPLATE)
+    messages = [{"role": "user", "content": "hi"}]
+
+    with moonpool.Runtime() as runtime:
+        runtime.load("m", folder, config=TRTLLM, options={KEY: "chat_template.jinja", **options})
+        answer = runtime.chat("m", messages)
+
+    assert json.loads(answer["choices"][0]["message"]["content"])["text_input"][1] == ["<user>hi<assistant>"]
+
+
+def test_tests_of_models_have_chats_too(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", chat_template__jinja="<{{ messages[0].content }}>")
+    asked = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    inputs = {
+        "text_input": np.array([[b""]], np.object_),
+        "messages": np.array([[asked.encode()]], np.object_),
+        "max_tokens": np.array([[1]], np.int32),
+    }
+    config = {**TRTLLM, "parameters": {KEY: {"string_value": "chat_template.jinja"}}}
+
+    with testing.load(folder, config=config) as model:
+        answered = json.loads(model.infer(inputs)["text_output"].reshape(-1)[0])
+
+    assert answered["text_input"][1] == ["<hi>"]
 
 
 @pytest.mark.parametrize(
