@@ -79,6 +79,7 @@ class HttpServer:
         """Return the handlers of the ports for HTTP and for OpenAI's API. Long bodies of both wait for each other."""
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
         endpoints = OpenAIEndpoints(service, self._patient)
+        service.overview.has_openai = options.allow_openai
         routes = {
             "http": [
                 *control_routes(service, self._patient),

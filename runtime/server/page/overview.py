@@ -18,6 +18,7 @@ from moonpool.runtime.hosting.instance_record import InstanceRecord
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.model.config.ensembles import EnsembleScheduling
 from moonpool.runtime.model.states import ModelState
+from moonpool.runtime.openai.conventions import endpoints_of
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.metrics import ClientCounts
 from moonpool.runtime.server.page.history import History
@@ -46,6 +47,8 @@ class Overview:
         self._last: tuple[float, dict[str, Any]] | None = None
         # The addresses of the server by protocol. The server fills them in when it has opened its ports.
         self.addresses: dict[str, str] = {}
+        # If the port of the page serves OpenAI's API.
+        self.has_openai = False
 
     def start(self) -> None:
         """Begin to take samples, until `close` or the end of the runtime. Otherwise the first look begins."""
@@ -121,6 +124,7 @@ class Overview:
             "backend": model.config.backend,
             "max_batch_size": model.config.max_batch_size,
             "is_decoupled": model.config.decoupled,
+            "endpoints": self._endpoints(hosted),
             "sandbox": model.options.sandbox,
             "instances": [_instance(record) for record in hosted.supervisor.records],
             "steps": [] if model.config.ensemble is None else _steps(model.config.ensemble),
@@ -134,6 +138,13 @@ class Overview:
             "recent": self._history.recent(str(hosted)),
             "advice": self._history.advice(str(hosted)),
         }
+
+    def _endpoints(self, hosted: HostedModel) -> list[str]:
+        """List the methods of OpenAI's API that clients may ask for."""
+        if not self.has_openai:
+            return []
+        found = endpoints_of(hosted.model)
+        return sorted([*found.texts, *(["embed"] if found.embedding is not None else [])])
 
     def close(self) -> None:
         """End the sampling. The samples until now can still be read."""

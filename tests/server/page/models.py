@@ -53,6 +53,26 @@ class DoublesHalves:
     def __call__(self, X: Float16[:]) -> Outputs(Y=Float16[:]):
         return {"Y": X * 2}
 """,
+    "talker": f"""
+import asyncio
+
+from moonpool.openai import ChatRequest, Usage
+
+
+class Talker:
+    async def chat(self, request: ChatRequest):
+        said = request.messages[-1]["content"]
+        if said == "breaks":
+            yield "half "
+            raise ValueError({HOSTILE!r})
+        if said == "waits":
+            yield "first "
+            await asyncio.Event().wait()
+        yield f"{{len(request.messages)}} messages, the last is: "
+        yield said.upper() + {HOSTILE!r}
+        yield f" at {{request.temperature}}, {{request.id}}"
+        yield Usage(prompt_tokens=2, completion_tokens=3)
+""",
     "counts": """
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -385,6 +385,54 @@ def test_the_same_request_is_told_as_a_curl_command(tab: Tab, site: Site) -> Non
     assert '"inputs":[{"name":"INPUT0"' in command
 
 
+# The chat
+
+
+def said(page: Page, message: str, shown: str) -> str:
+    """Send a message, and return the text of the answers, in which this is shown at the end."""
+    page.fill("#message", message)
+    page.click("#send")
+    return page.wait_for_text("#answer", shown)
+
+
+@pytest.mark.promise("OpenAI", "The page has a box for messages for models with chats, and streams their answers.")
+def test_a_chat_goes_on_with_its_messages(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "talker")
+    page.click("#more summary")
+    page.fill("#parameters", '{"temperature": 0.5}')
+    page.fill("#request-id", "from the page")
+    page.wait_for_text("#curl", '"temperature":0.5')
+    first = said(page, "one & two", "2 tokens in, 3 out")
+    page.wait_for("document.querySelector('#send').disabled === false")
+
+    assert f"1 messages, the last is: ONE & TWO{HOSTILE} at 0.5, from the page" in first
+    assert "you one & two" in first
+    assert "first piece after" in first
+    assert page.evaluate("document.querySelector('#message').value") == ""
+    second = said(page, "three", "3 messages, the last is: THREE")
+    assert "1 messages" in second
+    page.wait_for("document.querySelector('#send').disabled === false")
+    page.click("#forget")
+    assert page.text("#answer") == ""
+    said(page, "four", "1 messages, the last is: FOUR")
+    assert page.evaluate("window.hurt ?? null") is None
+
+
+@pytest.mark.promise("OpenAI", "The page has a box for messages …")
+def test_a_chat_that_breaks_or_is_stopped_says_so(tab: Tab, site: Site) -> None:
+    page = open_model(tab, site, "talker")
+    broken = said(page, "breaks", "No answer: ")
+    assert "half" in broken
+    assert "talker" in broken
+    page.wait_for("document.querySelector('#send').disabled === false")
+    said(page, "waits", "first ")
+    page.click("#stop")
+    page.wait_for_text("#answer", "stopped after")
+    page.wait_for("document.querySelector('#send').disabled === false")
+    said(page, "again", "1 messages, the last is: AGAIN")
+    assert page.evaluate("window.hurt ?? null") is None
+
+
 # Advice
 
 ADVISED = """
