@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.chaos.tally import PATIENCE_S, Tally, Wrong
 from tests.e2e.hosting import MODELS, Config, options, tensor
+from tests.e2e.sequence_client import END, START
 from tests.e2e.soaking import MODELS_BY_KIND
 from tests.e2e.soaking import SIGNATURE as SOAK
-from tests.e2e.test_sequences import END, START
 from tests.e2e.test_sequences import config as sequences
 
 import moonpool

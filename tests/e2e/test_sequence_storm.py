@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, open_to_all, options
+from tests.e2e.sequence_client import END, PATIENCE_S, START
 from tests.e2e.test_iterative import config as countdown
-from tests.e2e.test_sequences import END, PATIENCE_S, START, STRATEGIES, config
+from tests.e2e.test_sequences import STRATEGIES, config
 from tests.waiting import wait_until
 
 import moonpool

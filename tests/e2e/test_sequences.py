@@ -15,16 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, tensor
+from tests.e2e.sequence_client import END, PATIENCE_S, START, SequenceClient, Serve, Told, sequence_config, told
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ResponseStream, SequenceLost
-
-START, END = 1, 2
-PATIENCE_S = 60.0
-HOUR_US = 3_600_000_000
-
-Told = dict[str, Any]
 
 CONTROLS = [
     {"name": "START", "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}]},
@@ -35,55 +30,21 @@ CONTROLS = [
 
 
 def config(max_batch_size: int = 4, **batching: Any) -> dict[str, Any]:
-    batching.setdefault("max_sequence_idle_microseconds", HOUR_US)
-    return {
-        "max_batch_size": max_batch_size,
-        "input": [tensor("X", "FP32", 1)],
-        "output": [tensor("Y", "STRING", 1)],
-        "sequence_batching": batching,
-    }
+    return sequence_config(max_batch_size, **batching)
 
 
-class Client:
+class Client(SequenceClient):
     """Send a request written as `"7s"`: sequence 7, START. The id of a request is its text."""
 
-    def __init__(self, runtime: moonpool.Runtime, folder: Path, max_batch_size: int = 4) -> None:
-        self.runtime = runtime
-        self.gate = folder / "gate"
-        self._shape = (1, 1) if max_batch_size else (1,)
-
     def send(self, request: str, x: float = 1, *, held: bool = False) -> ResponseStream:
-        """Send a request, and return before its answer. `held` keeps the instance until `open` is called."""
         number = request.rstrip("abcse")
         suffix = request[len(number) :]
-        stream = self.runtime.stream(
-            "m",
-            {"X": np.full(self._shape, x, np.float32)},
-            timeout_s=PATIENCE_S,
-            request_id=request,
-            correlation_id=int(number) if number.isdigit() else number,
-            flags=START * ("s" in suffix) | END * ("e" in suffix),
-            parameters={"gate": str(self.gate)} if held else {},
-        )
-        if held:
-            scheduler = self.runtime._models.find("m").scheduler
-            wait_until(lambda: scheduler.executing, what="the request to be executed")
-        return stream
-
-    def open(self) -> None:
-        self.gate.touch()
+        which = int(number) if number.isdigit() else number
+        flags = START * ("s" in suffix) | END * ("e" in suffix)
+        return self.begin(which, x, flags, held=held, request_id=request)
 
     def ask(self, request: str, x: float = 1) -> Told:
         return told(self.send(request, x))
-
-
-def told(stream: ResponseStream) -> Told:
-    (response,) = stream
-    found: Told = json.loads(response.outputs["Y"].flat[0])
-    return found
-
-
-Serve = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

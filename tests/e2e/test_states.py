@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, options, tensor
+from tests.e2e.sequence_client import END, PATIENCE_S, START, SequenceClient, Serve, sequence_config, told
 from tests.waiting import wait_until
 
 import moonpool
@@ -24,72 +24,29 @@ pytestmark = pytest.mark.promise(
     "or the initial value.",
 )
 
-START, END = 1, 2
-PATIENCE_S = 60.0
-HOUR_US = 3_600_000_000
 STATE = {"input_name": "TOTAL_IN", "output_name": "TOTAL_OUT", "data_type": "TYPE_FP32"}
 QUICKLY = options(RESTART_BACKOFF_S=0, RESTART_BACKOFF_MAX_S=0, MAX_RESTARTS=1000)
-
-Told = dict[str, Any]
 
 
 def config(
     max_batch_size: int = 4, dims: int = 1, state: dict[str, Any] | None = None, **batching: Any
 ) -> dict[str, Any]:
-    batching.setdefault("max_sequence_idle_microseconds", HOUR_US)
-    batching["state"] = [{**STATE, "dims": [dims], **(state or {})}]
-    return {
-        "max_batch_size": max_batch_size,
-        "input": [tensor("X", "FP32", 1)],
-        "output": [tensor("Y", "STRING", 1)],
-        "sequence_batching": batching,
-    }
+    states = [{**STATE, "dims": [dims], **(state or {})}]
+    return sequence_config(max_batch_size, state=states, **batching)
 
 
-class Client:
-    """Sends requests of sequences to the model "m"."""
-
-    def __init__(self, runtime: moonpool.Runtime, folder: Path, max_batch_size: int = 4) -> None:
-        self.runtime = runtime
-        self.gate = folder / "gate"
-        self._shape = (1, 1) if max_batch_size else (1,)
-
-    @property
-    def scheduler(self) -> Any:
-        return self.runtime._models.find("m").scheduler
-
+class Client(SequenceClient):
     @property
     def used_bytes(self) -> int:
         return int(self.scheduler._queue.states.used_bytes)
 
     def send(self, which: int, x: float, flags: int = 0, how: str = "", *, held: bool = False) -> ResponseStream:
-        parameters = {"answer": how, **({"gate": str(self.gate)} if held else {})}
-        stream = self.runtime.stream(
-            "m",
-            {"X": np.full(self._shape, x, np.float32)},
-            timeout_s=PATIENCE_S,
-            correlation_id=which,
-            flags=flags,
-            parameters=parameters,
-        )
-        if held:
-            wait_until(lambda: self.scheduler.executing, PATIENCE_S, "the request to be executed")
-        return stream
+        return self.begin(which, x, flags, held=held, answer=how)
 
     def ask(self, which: int, x: float, flags: int = 0, how: str = "") -> Any:
         """Return the state that the model got."""
         before = told(self.send(which, x, flags, how))["before"]
         return before[0] if len(before) == 1 else before
-
-
-def told(stream: ResponseStream) -> Told:
-    (response,) = stream
-    assert set(response.outputs) == {"Y"}
-    found: Told = json.loads(response.outputs["Y"].flat[0])
-    return found
-
-
-Serve = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

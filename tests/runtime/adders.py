@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from moonpool import Runtime
 
 MODEL = """
 import json
@@ -56,6 +60,21 @@ def write_model(repository: Path, name: str, *versions: int, config: str = CONFI
         (folder / str(version)).mkdir()
         (folder / str(version) / "model.py").write_text(MODEL)
     return folder
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
+    write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
+    write_model(folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runtime(repository: Path) -> Iterator[Runtime]:
+    with Runtime(repository) as runtime:
+        yield runtime
 
 
 def rows(*values: float) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.adders import CONFIG, rows, write_model
+from tests.runtime.adders import CONFIG, repository, rows, runtime, write_model
 from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.recorder import PATIENCE_S
 from tests.waiting import wait_until
@@ -21,21 +20,7 @@ import moonpool
 from moonpool import Runtime
 from moonpool.runtime.hosting.registry import ModelRegistry
 
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
-    write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
-    write_model(folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def runtime(repository: Path) -> Iterator[Runtime]:
-    with Runtime(repository) as runtime:
-        yield runtime
-
+__all__ = ["repository", "runtime"]
 
 # Requests
 

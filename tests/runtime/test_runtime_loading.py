@@ -8,18 +8,19 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.adders import CONFIG, rows, write_model
+from tests.runtime.adders import CONFIG, repository, rows, runtime, write_model
 from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import Runtime, testing
+
+__all__ = ["repository", "runtime"]
 
 ROOT = Path(__file__).parents[2]
 NATIVE = """
@@ -36,25 +37,10 @@ class Doubler:
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    one = "instance_group [ { kind: KIND_CPU count: 1 } ]"
-    write_model(folder, "add", 1, config=f"{CONFIG} dynamic_batching {{}} {one}")
-    write_model(folder, "versions", 1, 2, 10, config=f"{CONFIG} version_policy {{ all {{}} }} {one}")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("native") / "doubler.py"
     file.write_text(NATIVE)
     return file
-
-
-@pytest.fixture(scope="module")
-def runtime(repository: Path) -> Iterator[Runtime]:
-    with Runtime(repository) as runtime:
-        yield runtime
 
 
 @pytest.mark.promise("At the limits", "If no thread can be started …")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.server.asking import Clients
 from tests.server.repositories import write
 from tests.server.running import RunningServer, running
 from tests.waiting import wait_until
@@ -41,33 +40,15 @@ def count(number: int) -> str:
     return CONFIG.replace("COUNT", str(number))
 
 
-class Clients:
-    """Ask all the time, more of them than there are instances, and note who answers."""
+def asking(server: RunningServer) -> Clients:
+    """Ask all the time, more of them than there are instances."""
 
-    def __init__(self, server: RunningServer) -> None:
-        self._server = server
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(6)]
-        self.pids: set[int] = set()
-        self.errors: list[Any] = []
+    def ask() -> set[int]:
+        status, answer = server.get("/v2/models/m/infer", "POST", BODY)
+        assert status == 200, answer
+        return {answer["outputs"][0]["data"][0]}
 
-    def _ask(self) -> None:
-        while not self._stop.is_set():
-            status, answer = self._server.get("/v2/models/m/infer", "POST", BODY)
-            if status == 200:
-                self.pids.add(answer["outputs"][0]["data"][0])
-            else:
-                self.errors.append(answer)
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+    return Clients(ask, 6)
 
 
 @pytest.mark.promise(
@@ -78,7 +59,7 @@ class Clients:
 def test_a_load_changes_the_number_of_instances(tmp_path: Path) -> None:
     write(tmp_path, "m", PIDS, count(1))
     flags = ("--model-control-mode=explicit", "--load-model=m")
-    with running(tmp_path, *flags) as server, Clients(server) as clients:
+    with running(tmp_path, *flags) as server, asking(server) as clients:
         wait_until(lambda: clients.pids)
         (first,) = clients.pids
         # The configuration that the server shows, with what the model completed, and one other number.
@@ -107,7 +88,7 @@ def write_config(repository: Path, text: str) -> None:
 def test_a_poll_follows_the_number_of_instances(tmp_path: Path) -> None:
     write(tmp_path, "m", PIDS, count(2))
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
-    with running(tmp_path, *flags) as server, Clients(server) as clients:
+    with running(tmp_path, *flags) as server, asking(server) as clients:
         wait_until(lambda: len(clients.pids) == 2)
         before = set(clients.pids)
         write_config(tmp_path, count(4))

@@ -16,22 +16,9 @@ import tritonclient.grpc
 from tests.server.libraries import _gevent_is_there, _grpc_is_there  # noqa: F401
 from tests.server.repositories import write
 from tests.server.running import running
+from tests.timed import TIMES
 
 BODY = b'{"inputs": [{"name": "X", "datatype": "FP32", "shape": [1], "data": [0]}]}'
-TIMES = """
-import time
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        began = time.monotonic()
-        time.sleep(0.002)
-        times = np.array([began, time.monotonic()])
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", times)]) for _ in requests]
-"""
 CONFIG = """
 backend: "python" input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "T" data_type: TYPE_FP64 dims: [2] }]
 instance_group [{ kind: KIND_CPU count: 2 rate_limiter { resources [{ name: "R" global: true count: %d }] } }]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import pytest
+from tests.server.asking import Clients
 from tests.server.libraries import _grpc_is_there  # noqa: F401
 from tests.server.repositories import write
 from tests.server.running import RunningServer, running, starting
@@ -44,39 +44,6 @@ PATIENCE_S = 60.0
 def beside(server: RunningServer) -> tuple[str, ...]:
     """Return the options of another server at the same ports, but for metrics."""
     return (f"--http-port={server.ports['http']}", f"--grpc-port={server.ports['grpc']}")
-
-
-class Clients:
-    """Ask all the time, over connections that last for a few requests, and note who answers."""
-
-    def __init__(self, ask: Callable[[], set[int]], count: int = 4) -> None:
-        """`ask` opens a connection, sends requests, and returns the processes that have answered them."""
-        self._ask = ask
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._go_on) for _ in range(count)]
-        self.pids: set[int] = set()
-        self.errors: list[object] = []
-
-    def _go_on(self) -> None:
-        while not self._stop.is_set():
-            try:
-                pids = self._ask()
-            except Exception as error:
-                self.errors.append(error)
-                return
-            if len(pids) > 1:
-                self.errors.append(f"one connection led to {pids}")
-            self.pids |= pids
-
-    def __enter__(self) -> Clients:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
 
 def over_http(server: RunningServer) -> Callable[[], set[int]]:

@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from tests.timed import TIMES
 from tests.triton.answers import Answer, Failure
 from tests.triton.core.conftest import Core
 from tests.triton.moonpool_side import MoonpoolSide
@@ -25,20 +26,6 @@ pytestmark = [
     ),
 ]
 
-TIMES = """
-import time
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        began = time.monotonic()
-        time.sleep(0.002)
-        times = np.array([began, time.monotonic()])
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("T", times)]) for _ in requests]
-"""
 CONFIG = """
 backend: "python" input [{ name: "X" data_type: TYPE_FP32 dims: [1] }] output [{ name: "T" data_type: TYPE_FP64 dims: [2] }]
 instance_group [{ kind: KIND_CPU count: %d rate_limiter { resources [%s] priority: %d } }]
