@@ -57,9 +57,9 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the actions of a parser and of its commands."""
     found = list(parser._actions)
     for action in parser._actions:
-        commands = action.choices if isinstance(action.choices, dict) else {}
-        for command in commands.values():
-            found += _actions(command)
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found += _actions(command)
     return found
 
 
