@@ -56,7 +56,7 @@ class _Process:
     def __init__(self, arguments: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> None:
         self.url = f"http://localhost:{port}"
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
-        ports = [f"--openai-port={port}", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+        ports = [f"--openai-port={port}", "--http-port=0", "--metrics-port=0", "--allow-grpc=false"]
         command = [os.environ["MOONPOOL"], "serve", *arguments, *ports]
         self._process = subprocess.Popen(command, stderr=self._log, env={**os.environ, **(environment or {})})
         try:
