@@ -143,6 +143,8 @@ class RouteTable:
         self._loop = loop
         self._long_bodies = LongBodies(loop, executor)
         self._routes = list(routes)
+        # Of paths without names, so that the usual ones are found at once.
+        self._plain = {route.path: self._find(route.path) for route in self._routes if "{" not in route.path}
         # The loop itself refers to tasks only weakly.
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -169,13 +171,21 @@ class RouteTable:
 
     async def _reply(self, exchange: HttpExchange) -> RouteReply | None:
         path = path_of(exchange.head)
+        found = self._plain.get(path) or self._find(path)
+        if found is None:
+            exchange.fail(404, "Not Found", TEXT)
+            return None
+        route, names = found
+        endpoint = route.endpoints.get(exchange.head.method)
+        if endpoint is None:
+            exchange.fail(405, "Method Not Allowed", route.wrong)
+            return None
+        return await endpoint(RouteRequest(exchange, names, self._long_bodies))
+
+    def _find(self, path: str) -> tuple[Route, dict[str, str]] | None:
+        """Return the first route that fits, and the parts of the path that it names."""
         for route in self._routes:
             found = route.pattern.fullmatch(path)
             if found is not None:
-                endpoint = route.endpoints.get(exchange.head.method)
-                if endpoint is None:
-                    exchange.fail(405, "Method Not Allowed", route.wrong)
-                    return None
-                return await endpoint(RouteRequest(exchange, found.groupdict(), self._long_bodies))
-        exchange.fail(404, "Not Found", TEXT)
+                return route, found.groupdict()
         return None
