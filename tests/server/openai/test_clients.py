@@ -14,6 +14,8 @@ from tests.server.running import RunningServer, running
 WRITER = Path(__file__).parents[2] / "models" / "writer.py"
 # `bash .ci/run openai` fills it with openai-python, and `bash .ci/run frameworks` with the others.
 ENVIRONMENT = Path(__file__).parents[3] / ".venv-openai"
+# Their packages take minutes to compile on a busy machine, the first time.
+pytestmark = pytest.mark.timeout(400)
 # The package of each program.
 PACKAGES = {"LangChain": "langchain_openai", "LlamaIndex": "llama_index", "litellm": "litellm"}
 
