@@ -91,7 +91,22 @@ _PID = ', { name: "PID" data_type: TYPE_INT64 dims: [ 1 ] } '
 _RETRY = 'parameters { key: "MOONPOOL_RETRY" value: { string_value: "yes" } }\n'
 _BATCHES = "max_batch_size: 8\n" + _X % "-1" + _Y % ("-1", _PID)
 _DYNAMIC = "dynamic_batching { }\ninstance_group [ { count: 1 kind: KIND_CPU } ]\n"
+# Speaks OpenAI's API: says each word of the last message.
+_SPEAKS = """
+import asyncio
+
+
+class Speaks:
+    async def chat(self, request):
+        for word in request.messages[-1]["content"].split():
+            yield word + " "
+            await asyncio.sleep(0)
+
+    def embed(self, texts):
+        return [[len(text), 0.5] for text in texts]
+"""
 MODELS = {
+    "speaks": (_SPEAKS, ""),
     "double": (_DOUBLE, _BATCHES + _DYNAMIC + _RETRY),
     # The same, without the word that it may be executed twice.
     "once": (_DOUBLE, _BATCHES + _DYNAMIC),
@@ -120,7 +135,7 @@ def write_models(folder: Path, *names: str) -> Path:
         code, config = MODELS[name]
         (folder / name / "1").mkdir(parents=True)
         if code:
-            (folder / name / "1" / "model.py").write_text(_HEAD + code)
+            (folder / name / "1" / "model.py").write_text(code if "class " in code else _HEAD + code)
         kind = 'backend: "python"\n' if code else 'platform: "ensemble"\n'
         (folder / name / "config.pbtxt").write_text(kind + config)
     return folder

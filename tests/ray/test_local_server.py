@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,3 +164,45 @@ def test_a_request_of_a_stream_gets_its_responses_and_a_status(service: Service)
     values = [np.frombuffer(r.infer_response.raw_output_contents[0], np.float32)[0] for r in found]
     assert values == [0.0, 1.0, 2.0]
     assert status == (None, "OK", "")
+
+
+WRITER = Path(__file__).parents[1] / "models" / "writer.py"
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[Service]:
+    with moonpool.Runtime() as runtime:
+        runtime.load("writer", WRITER)
+        yield Service(runtime)
+
+
+def chat(said: str, **fields: Any) -> bytes:
+    return json.dumps({"model": "writer", "messages": [{"role": "user", "content": said}], **fields}).encode()
+
+
+def test_a_chat_is_answered_whole_and_as_a_stream(writer: Service) -> None:
+    whole = http(writer, "POST", "/v1/chat/completions", chat("one two"))
+    streamed = http(writer, "POST", "/v1/chat/completions", chat("one two", stream=True))
+    wrong = http(writer, "POST", "/v1/chat/completions", chat("x", temperature=3))
+
+    assert json.loads(whole.body)["choices"][0]["message"]["content"] == "one two "
+    assert dict(streamed.headers)[b"Content-Type"].startswith(b"text/event-stream")
+    assert streamed.body.count(b"data: ") == 5
+    assert streamed.body.endswith(b"data: [DONE]\n\n")
+    assert (wrong.status, json.loads(wrong.body)["error"]["param"]) == (422, "temperature")
+
+
+def test_a_client_that_leaves_a_chat_ends_the_models_iterator(writer: Service) -> None:
+    async def leave(server: LocalServer) -> str:
+        request = HttpRequest("POST", b"/v1/chat/completions", [], chat("waits ray", stream=True))
+        async for piece in server.http_stream(request):
+            if b"first" in piece:
+                break
+        said = ""
+        async with asyncio.timeout(60):
+            while not said:
+                reply = await server.http(HttpRequest("POST", b"/v1/chat/completions", [], chat("left")))
+                said = json.loads(reply.body)["choices"][0]["message"]["content"]
+        return said
+
+    assert in_loop(writer, leave) == "ray"

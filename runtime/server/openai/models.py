@@ -25,7 +25,7 @@ from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.service import Service
 
-_OWNER = "Triton Inference Server"
+OWNER = "Triton Inference Server"
 # The text of Triton's front end.
 _REFUSED = "Model load/unload requires --model-control-mode=explicit"
 
@@ -86,7 +86,7 @@ class OpenAIModels:
         return RouteReply(200, JSON)
 
     def _shown(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": self._started, "owned_by": _OWNER}
+        return {"id": name, "object": "model", "created": self._started, "owned_by": OWNER}
 
     def _changeable(self, request: RouteRequest) -> str:
         """Return the model that a request would load or unload. Raises `InvalidRequest`."""

@@ -2,7 +2,8 @@
 replica of it.
 
 Ray's proxies receive requests on every node and give them to a replica of this deployment. It reads no tensor: of HTTP
-it looks at the path, of gRPC at the fields before the tensors, and the bytes go on as they came. The model's replica
+it looks at the path, in OpenAI's API at the model that the body names, and of gRPC at the fields before the tensors.
+The bytes go on as they came. The model's replica
 answers with the handlers of `moonpool serve`. What is about no model, or about one that the application does not have,
 is answered here, by the same handlers over a runtime without models.
 
@@ -42,8 +43,11 @@ from moonpool.runtime.server.http.body import too_large
 from moonpool.runtime.server.http.connection import error_body, error_headers, http_status
 from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON, BadHttpMessage
 from moonpool.runtime.server.http.infer_request import read_plan
-from moonpool.runtime.server.http.json_text import dumps
+from moonpool.runtime.server.http.json_text import dumps, loads
 from moonpool.runtime.server.http.options import HttpLimits
+from moonpool.runtime.server.openai.errors import reply_of
+from moonpool.runtime.server.openai.models import OWNER
+from moonpool.runtime.server.openai.multipart import read_form
 from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.shared_memory import SystemSharedMemory
@@ -78,11 +82,15 @@ UNARY = (
     "LogSettings",
 )
 _MODEL = re.compile(r"/v2/models/(?!stats$)([^/]+)(/.*)?")
+# OpenAI's API, and its requests that name the model in their body.
+_OPENAI = re.compile(r"/v1/.*|(?:/v2)?/rerank")
+_OPENAI_REQUEST = re.compile(r"/v1/(?:(?:chat/)?completions|embeddings|audio/transcriptions)|(?:/v[12])?/rerank")
 # Requests that would change one process of many.
 _CHANGES = re.compile(r"/v2/(?:logging|trace/setting|models/[^/]+/trace/setting)")
 _CHANGING_RPCS = ("TraceSetting", "LogSettings")
 _ONE_OF_MANY = "trace and log settings belong to each replica, so clients cannot change them: set Options(log=...) and deploy the application again"
 _STATUS_S = 1.0
+_STARTED = int(time.time())
 # States of a deployment whose replicas take requests, or come when there are some.
 _SERVING = ("HEALTHY", "UPDATING", "UPSCALING", "DOWNSCALING")
 
@@ -158,6 +166,9 @@ class Ingress:
             # Ray would send the traceback to the client.
             if not isinstance(error, MoonpoolError):
                 _log.exception("answering %s %s failed", request.method, path)
+            if _OPENAI.fullmatch(path):
+                refusal = reply_of(error)
+                return _http(HttpReply(refusal.status, refusal.headers, refusal.body))
             body = error_body(public_text(error))
             return _http(HttpReply(http_status(error), error_headers(error, JSON), body))
 
@@ -175,6 +186,12 @@ class Ingress:
                 return await target.http.remote(handle.name, asked, sequence=sequence)
 
             return _http(_checked(await handle.call(send, sequence=sequence)))
+        if asked.method == "POST" and _OPENAI_REQUEST.fullmatch(path):
+            name, is_stream = _asked_of(asked)
+            base, _, version = name.rpartition(":")
+            named = self._models.get(name) or (self._models.get(base) if version.isdecimal() else None)
+            if named is not None:
+                return await (_streamed if is_stream else _whole)(named, asked)
         reply = await self._own(path, asked)
         return _http(await self._server.http(asked) if reply is None else reply)
 
@@ -185,6 +202,11 @@ class Ingress:
         if path == "/v2/models" and asked.method == "GET":
             names = {each["name"] for each in await self._index() if each.get("state") == "READY"}
             return _json({"models": sorted(names)})
+        if path == "/v1/models" and asked.method == "GET":
+            return _json({"object": "list", "data": [_as_openai(name) for name in sorted(self._models)]})
+        name = path.removeprefix("/v1/models/")
+        if asked.method == "GET" and name in self._models:
+            return _json(_as_openai(name))
         if path == "/v2/models/stats" and asked.method == "GET":
             return _json({"model_stats": await self._statistics()})
         if path == "/v2/repository/index" and asked.method == "POST":
@@ -361,6 +383,33 @@ def _http(reply: HttpReply) -> HttpResponse:
 def _headers(reply: HttpReply, length: int | None = None) -> list[tuple[bytes, bytes]]:
     headers = [(name.lower(), value) for name, value in reply.headers]
     return headers if length is None else [*headers, (b"content-length", b"%d" % length)]
+
+
+def _as_openai(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": _STARTED, "owned_by": OWNER}
+
+
+def _asked_of(asked: HttpRequest) -> tuple[str, bool]:
+    """Return the model that a request of OpenAI's API names, "" if none, and whether it wants a stream.
+
+    What is wrong with the request is said where it is answered.
+    """
+    kind = next((value for name, value in asked.headers if name == b"content-type"), b"").decode("latin-1")
+    try:
+        fields = read_form(kind, asked.body).texts if kind.startswith("multipart/") else loads(asked.body)
+    except (MoonpoolError, ValueError):
+        fields = None
+    if not isinstance(fields, dict):
+        return "", False
+    model, stream = fields.get("model"), fields.get("stream")
+    return model if isinstance(model, str) else "", stream in (True, "true", "1")
+
+
+async def _whole(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:
+    async def send(target: Any, _: float | None) -> Any:
+        return await target.http.remote(handle.name, asked)
+
+    return _http(_checked(await handle.call(send)))
 
 
 async def _streamed(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:

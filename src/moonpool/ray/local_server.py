@@ -34,6 +34,7 @@ from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
 
@@ -78,7 +79,11 @@ class LocalServer:
         self._patient = TaskPool(_PATIENT_THREADS, "moonpool-ray-patient")
         self._http = HttpHandler(
             HttpInference(service, loop, self._quick, self._limits),
-            RouteTable(loop, self._quick, control_routes(service, self._patient)),
+            RouteTable(
+                loop,
+                self._quick,
+                [*control_routes(service, self._patient), *OpenAIEndpoints(service, self._patient).routes()],
+            ),
             Restriction({}, None),
             Origins(),
         )
@@ -112,7 +117,7 @@ class LocalServer:
         """Yield an `HttpReply` without a body, and then the body in pieces."""
         method, target, headers, body = request
         head = Head(method, target, "1.1", headers)
-        exchange = LocalExchange(head, body, self._limits)
+        exchange = LocalExchange(head, body, self._limits, self._http)
         most_bytes = min(self._limits.body_bytes, self._http.most_bytes_of(head))
         if len(body) > most_bytes:
             error = too_large(str(len(body)), most_bytes)
@@ -196,10 +201,11 @@ class _Pipe:
 class LocalExchange(HttpExchange):
     """A request and the response to it, without a connection."""
 
-    __slots__ = ("_limits", "_pipe", "_was_aborted")
+    __slots__ = ("_handler", "_limits", "_pipe", "_was_aborted")
 
-    def __init__(self, head: Head, body: Body, limits: HttpLimits) -> None:
+    def __init__(self, head: Head, body: Body, limits: HttpLimits, handler: HttpHandler) -> None:
         super().__init__(None, head, body)  # type: ignore[arg-type]  # what uses a connection is overridden
+        self._handler = handler
         self._limits = limits
         self._pipe = _Pipe()
         self._was_aborted = False
@@ -213,6 +219,10 @@ class LocalExchange(HttpExchange):
         for part in parts:
             self.send(part)
         self.finish()
+
+    def fail(self, status: int, text: str, headers: Headers = JSON) -> None:
+        made, body = self._handler.failure(self.head, status, text, headers)
+        self.respond(status, made, (body,))
 
     def begin(self, status: int, headers: Headers, length: int | None = None) -> None:  # noqa: ARG002
         if not self.is_gone:

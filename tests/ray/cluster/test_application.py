@@ -48,6 +48,7 @@ def placed(nodes: Nodes, repository: Path) -> Iterator[Nodes]:
             "once": one,
             "asks": mr.Options(num_cpus=0.1, with_models=["double"], options={"MOONPOOL_SANDBOX_MODELS": "double"}),
             "repeats": one,
+            "speaks": one,
             "sums": two,
         },
         sandbox="strict",
@@ -124,7 +125,7 @@ def test_tritonclient_over_grpc(placed: Nodes) -> None:
         assert client.is_model_ready("double")
         assert client.get_model_metadata("double").inputs[0].name == "X"
         names = {each.name for each in client.get_model_repository_index().models}
-        assert names == {"double", "once", "asks", "repeats", "sums"}
+        assert names == {"double", "once", "asks", "repeats", "speaks", "sums"}
         asked = grpc_client.InferInput("X", X.shape, "FP32")
         asked.set_data_from_numpy(X)
         assert client.infer("double", [asked]).as_numpy("Y").tolist() == [[2.0, 4.0]]
@@ -175,7 +176,7 @@ def test_tritonclient_over_http(placed: Nodes) -> None:
         assert client.is_model_ready("double")
         index = client.get_model_repository_index()
         assert {(each["name"], each["state"]) for each in index} == {
-            (name, "READY") for name in ("double", "once", "asks", "repeats", "sums")
+            (name, "READY") for name in ("double", "once", "asks", "repeats", "speaks", "sums")
         }
         asked = http_client.InferInput("X", X.shape, "FP32")
         asked.set_data_from_numpy(X, binary_data=True)
@@ -210,6 +211,24 @@ def test_events_and_refusals_over_http(placed: Nodes) -> None:
     assert post(placed, "/v2/models/double%3Fx/infer", {})[0] == 404
 
 
+@pytest.mark.promise("Ray Serve", "Ray's port for HTTP has OpenAI's API, with streams and its form of errors.")
+def test_openais_api_whole_and_in_streams(placed: Nodes) -> None:
+    asked = {"model": "speaks", "messages": [{"role": "user", "content": "one two"}]}
+
+    status, whole = post(placed, "/v1/chat/completions", asked)
+    assert (status, json.loads(whole)["choices"][0]["message"]["content"]) == (200, "one two ")
+    status, events = post(placed, "/v1/chat/completions", {**asked, "stream": True})
+    assert (status, events.count(b"data: "), events[-14:]) == (200, 5, b"data: [DONE]\n\n")
+    status, vectors = post(placed, "/v1/embeddings", {"model": "speaks", "input": ["ab", "c"]})
+    assert [each["embedding"] for each in json.loads(vectors)["data"]] == [[2, 0.5], [1, 0.5]]
+    for wrong, code in ({"model": "unknown"}, "model_not_found"), ({"model": "double"}, "model_not_found"):
+        status, text = post(placed, "/v1/chat/completions", {**asked, **wrong})
+        assert (status, json.loads(text)["error"]["code"]) == (400, code)
+    assert post(placed, "/v1/chat/completions", {**asked, "temperature": 3})[0] == 422
+    with urllib.request.urlopen(f"http://127.0.0.1:{placed.http}/v1/models", timeout=LONG_S) as response:
+        assert "speaks" in {each["id"] for each in json.load(response)["data"]}
+
+
 @pytest.mark.promise(
     "Ray Serve", "Ray's ports for metrics have moonpool's counters, with application, deployment, replica and model."
 )
@@ -225,7 +244,9 @@ def test_ray_has_the_metrics(placed: Nodes) -> None:  # noqa: ARG001
         for page in pages:
             with urllib.request.urlopen(page, timeout=LONG_S) as response:
                 for line in response.read().decode().splitlines():
-                    if line.startswith("ray_nv_inference_request_success{") and 'model="once"' in line:
+                    name, _, value = line.rpartition(" ")
+                    # It may have been exported before the request.
+                    if name.startswith("ray_nv_inference_request_success{") and 'model="once"' in name and float(value):
                         return str(line)
         return None
 
