@@ -275,6 +275,8 @@ class Stub:
         self._prepare_answer()
         if not peer.port.give():
             peer.send(peer.give())
+        if peer.batch.lent:
+            peer.batch.renew()
         if self._calls.released:
             self._calls.tidy()
 

@@ -617,7 +617,7 @@ cdef class StubPort:
 
     cdef bint _read(self, packet) except -1:
         """Read an EXECUTE. Returns False if Python has to do it."""
-        if type(packet) is not bytes or self._regions.devices is not None:
+        if type(packet) is not bytes or self._regions.devices is not None or len(<list?>self._batch.lent):
             return False
         turn = self._conversation.turn
         if turn is not self._after_answer and _EXECUTE not in turn[1]:
@@ -995,7 +995,7 @@ cdef class StubPort:
         self._peer.executing = (batch_id, [])
         if (
             is_small_int(<PyObject*>batch.kept, &kept) and kept == 0
-            and len(self._dropped) == len(<list>batch.places) and len(<list>batch.lent) == 0
+            and len(self._dropped) == len(<list>batch.places)
         ):
             self._forget_dropped()
         else:

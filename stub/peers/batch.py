@@ -53,7 +53,7 @@ class Batch(BatchBase):
         self.give_back = self.returned.append
         self.places: list[object] = []
         self.has_copies = False
-        # Inputs in memory of clients: region, place and size.
+        # Inputs in memory of clients, until that is renewed: region, place and size.
         self.lent: list[tuple[LentRegion, tuple[int, int], int]] = []
         # Places of outputs in memory of clients, by request and output.
         self.targets: dict[int, dict[int, Target]] = {}
@@ -68,6 +68,8 @@ class Batch(BatchBase):
         targets: list[list[int]] | None = None,
     ) -> list[InferenceRequest]:
         """Return the requests of a batch. Their inputs are writable views of the regions, without a copy."""
+        if self.lent:  # a signal handler ended the batch before
+            self.renew()
         layout = self.layouts.get(packed)
         if layout is None:
             layout = self._read(packed)
@@ -159,11 +161,11 @@ class Batch(BatchBase):
         To be called when nothing of ours refers to the objects of the batch any more.
         """
         returned = self.returned
-        if self.lent:
-            self._end_borrowed()
         if not self.kept and len(returned) == len(self.places):
             returned.clear()
             return [], []
+        if self.lent:
+            self._leave_kept()
         released = []
         while returned:
             released.append(returned.popleft())
@@ -176,20 +178,26 @@ class Batch(BatchBase):
         self.kept += len(held) - len(released)
         return held, released
 
-    def _end_borrowed(self) -> None:
-        """Take care of the inputs in memory of clients, who may write there as soon as they have their answers."""
+    def _leave_kept(self) -> None:
+        """Leave memory of clients to the model that it keeps.
+
+        They may write there as soon as they have their answers.
+        """
         # Compared by identity: a place that was kept from an earlier batch may be equal to one of this batch.
         back = set(map(id, self.returned.copy()))
         kept = {region for region, place, _ in self.lent if id(place) not in back}
+        for region in kept:
+            region.give_up([(offset, size_bytes) for each, (_, offset), size_bytes in self.lent if each is region])
+        self.lent = [each for each in self.lent if each[0] not in kept]
+
+    def renew(self) -> None:
+        """Drop what the model wrote to memory of clients. To be called between two batches: no client sees it."""
         lent: dict[LentRegion, list[tuple[int, int]]] = {}
         for region, (_, offset), size_bytes in self.lent:
             lent.setdefault(region, []).append((offset, size_bytes))
-        self.lent.clear()
         for region, blocks in lent.items():
-            if region in kept:
-                region.give_up(blocks)
-            else:
-                region.renew(blocks)
+            region.renew(blocks)
+        self.lent.clear()
 
     def release_late(self, most: int) -> list[object]:
         """Return blocks of earlier batches that the model has released since. To be called while no batch is open."""

@@ -28,11 +28,11 @@ both, compiled. All of them are released before the arena grows. Nobody holds a 
 does not see that it is free.
 
 Lent regions. A model gets inputs of a client through a private mapping: what it writes there stays in this process.
-One mapping serves all batches, since finding its pages takes longer than copying what lies in them. So at the end of a
-batch `LentRegion` drops the pages that were written to, if the process has had page faults since it last looked, and
-the next batch sees the client's memory again. The client may write as soon as it has its answer. If the model keeps an
-input, its pages become the model's own. If the client cuts its memory short, an access ends this process with SIGBUS,
-which the runtime does not count as a death that the model caused.
+One mapping serves all batches, since finding its pages takes longer than copying what lies in them. So after the answer
+to a batch `LentRegion` drops the pages that were written to, if the process has had page faults since it last looked,
+and the next batch sees the client's memory again. The client may write as soon as it has its answer. If the model keeps
+an input, its pages become the model's own before that. If the client cuts its memory short, an access ends this process
+with SIGBUS, which the runtime does not count as a death that the model caused.
 """
 
 from __future__ import annotations
@@ -484,19 +484,19 @@ class LentRegion(Region):
         return outputs
 
     def renew(self, blocks: list[tuple[int, int]]) -> None:
-        """Drop the model's changes to these blocks (offset, size) at the end of their batch. The model kept none of
-        them.
-        """
+        """Drop the model's changes to these blocks (offset, size) after their batch. The model kept none of them."""
         # A page becomes the process's own by a fault. To look at the pages of a megabyte takes six times as long as to
         # ask for the count.
         count = _fault_count() if self._has_all_faults else 0
         if count and count == self._fault_count:
             return
+        # The control thread may close the region meanwhile.
+        inputs = self._inputs
         for offset, size_bytes in blocks:
             begin = offset // _PAGE * _PAGE
             end = offset + size_bytes
-            if self._inputs is not None and self._is_changed(begin, end):
-                self._inputs.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            if inputs is not None and self._is_changed(begin, end):
+                inputs.madvise(mmap.MADV_DONTNEED, begin, end - begin)
         # The count from before: another thread of the model may have written since.
         self._fault_count = count
 
