@@ -13,7 +13,7 @@ cdef Py_ssize_t MAX_DIMS
 cdef int MOST_PARTS
 cdef unsigned long long _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS
 cdef unsigned long long _NAME, _DATATYPE, _SHAPE, _DIM
-cdef unsigned long long _INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _NUMBER, _TEXT
+cdef unsigned long long _INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _FLAG, _NUMBER, _TEXT
 cdef int _USUAL_FIELDS
 
 
@@ -38,9 +38,13 @@ cdef class InferMessage:
     cdef public object data, model, request_id, version
     cdef public GrpcRequestPlan plan
     cdef public bint is_placed
+    cdef bint _wants_empty_final
     cdef public long long read_ns
 
-    @cython.locals(fields=cython.int, tag=cython.ulonglong, rest=list, inner=FieldReaderType)
+    @cython.locals(
+        fields=cython.int, others=cython.int, tag=cython.ulonglong, rest=list, parameters=list, flags=dict,
+        inner=FieldReaderType,
+    )
     cdef list _take_apart(self, FieldReaderType reader, bint is_cut)
     cpdef GrpcRequestPlan read(self)
     cdef dict _arrays(self, plan, service, hosted)

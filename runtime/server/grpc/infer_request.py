@@ -38,7 +38,7 @@ kserve = service_messages()
 _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _TENSORS = range(10, 59, 8)
 _NAME, _DATATYPE, _SHAPE, _DIM = 10, 18, 26, 24
 # The parameters of an input, and of an output: entries of a map. Their keys and values, and what a value may be.
-_INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _NUMBER, _TEXT = 34, 18, 10, 18, 16, 26
+_INPUT_PARAMETER, _OUTPUT_PARAMETER, _KEY, _VALUE, _FLAG, _NUMBER, _TEXT = 34, 18, 10, 18, 8, 16, 26
 # An input with more fields is for the library. Most have three.
 _USUAL_FIELDS = 8
 _MANY_BYTES = 1 << 18
@@ -79,15 +79,20 @@ class GrpcRequestPlan(requests.RequestPlan):
     __slots__ = ("classes", "contents", "is_large", "parameters")
 
     def __init__(
-        self, inputs: list[InputPlan | None], outputs: list[str | None], places: dict[str, RegionPlace], rest: Any
+        self,
+        inputs: list[InputPlan | None],
+        outputs: list[str | None],
+        places: dict[str, RegionPlace],
+        rest: Any,
+        wants_empty_final: bool = False,
     ) -> None:
         """Plan inputs and outputs, and outputs in memory of the client.
 
-        `rest` is a ModelInferRequest with those that are None, and all parameters. It is None if there are neither.
-        Raises `InvalidRequest`.
+        `rest` is a ModelInferRequest with those that are None, and all parameters; it has none of them if
+        `wants_empty_final` is the only one. It is None if there is nothing in it. Raises `InvalidRequest`.
         """
         self.clear()
-        self.parameters = _NONE
+        self.parameters = _EMPTY_FINAL_ALONE if wants_empty_final else _NONE
         # Inputs whose values are in the message itself, by their places among the inputs.
         self.contents: dict[int, Any] = {}
         # Outputs of which the client wants the best classes, and how many.
@@ -96,7 +101,8 @@ class GrpcRequestPlan(requests.RequestPlan):
         self.is_large = False
         self.places = places
         if rest is not None:
-            self.parameters = _parameters_of(rest.parameters)
+            if not wants_empty_final:
+                self.parameters = _parameters_of(rest.parameters)
             self.details = self._details("", None)
             inputs = self._planned(inputs, rest.inputs)
             for output in rest.outputs:
@@ -162,6 +168,7 @@ class InferMessage:
         "_outputs",
         "_places",
         "_rest",
+        "_wants_empty_final",
         "data",
         "is_placed",
         "model",
@@ -190,6 +197,8 @@ class InferMessage:
         # The places of the tensors, each as (offset, size in bytes).
         self.tensors: list[tuple[int, int]] = []
         self._rest: Any = None
+        # Triton's client in C++ says so in each request.
+        self._wants_empty_final = False
         try:
             rest = self._take_apart(wire.FieldReader(data, 0, len(data), is_cut), is_cut)
             if rest:
@@ -200,6 +209,8 @@ class InferMessage:
     def _take_apart(self, reader: wire.FieldReader, is_cut: bool) -> list[bytes]:
         """Read the fields of the message. Returns those that are for the library."""
         rest: list[bytes] = []
+        parameters: list[bytes] = []
+        others = 0
         inner = wire.FieldReader(self.data, 0, 0)
         fields = 0
         while reader.next():
@@ -226,7 +237,15 @@ class InferMessage:
             elif tag == _ID:
                 self.request_id = reader.text()
             elif tag == _PARAMETERS:
-                rest.append(reader.field())
+                parameters.append(reader.field())
+                flags: dict[str, Any] = {}
+                if _add_parameter(reader, flags) and type(flags.get(_EMPTY_FINAL)) is bool:
+                    self._wants_empty_final = flags[_EMPTY_FINAL]
+                else:
+                    others += 1
+        if others:
+            self._wants_empty_final = False
+            rest += parameters
         return rest
 
     @property
@@ -254,7 +273,7 @@ class InferMessage:
     def read(self) -> GrpcRequestPlan:
         """Return the plan of the request. Raises `InvalidRequest`."""
         if self.plan is None:
-            self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._places, self._rest)
+            self.plan = GrpcRequestPlan(self._inputs, self._outputs, self._places, self._rest, self._wants_empty_final)
         return self.plan
 
     def usual(self, service: Service, hosted: Hosted, forwarded: Mapping[str, str]) -> InferenceRequest | None:
@@ -396,7 +415,7 @@ def _usual_output(reader: wire.FieldReader, places: dict[str, RegionPlace]) -> s
 
 
 def _add_parameter(reader: wire.FieldReader, parameters: dict[str, Any]) -> bool:
-    """Read a parameter that is a text, or a number that is not negative. Returns False for any other one."""
+    """Read a parameter that is a text, a flag, or a number that is not negative. Returns False for any other one."""
     entry = reader.inner(wire.FieldReader(reader.message, 0, 0))
     if len(parameters) == _USUAL_FIELDS or not entry.next() or entry.tag != _KEY:
         return False
@@ -410,6 +429,8 @@ def _add_parameter(reader: wire.FieldReader, parameters: dict[str, Any]) -> bool
         parameters[key] = value.text()
     elif value.tag == _NUMBER and not value.number >> 63:
         parameters[key] = value.number
+    elif value.tag == _FLAG:
+        parameters[key] = value.number != 0
     else:
         return False
     return not value.next()
@@ -479,7 +500,7 @@ def _check_described(plan: GrpcRequestPlan, hosted: Hosted) -> None:
     hosted.signature.check(described)
 
 
-_NONE = Parameters()
+_NONE, _EMPTY_FINAL_ALONE = Parameters(), Parameters(wants_empty_final=True)
 
 
 def _parameters_of(given: Any) -> Parameters:

@@ -69,7 +69,11 @@ def fields(draw: st.DrawFn) -> list[Any]:
     parameters = make()
     parameters.parameters[draw(TEXTS)].int64_param = draw(NUMBERS)
     parameters.parameters["sequence_end"].bool_param = True
-    kinds += [parameters, b"\x82\x01\x02ab", b"\x08\x01"]
+    final = make()
+    final.parameters["triton_enable_empty_final_response"].bool_param = draw(st.booleans())
+    wrong = make()
+    wrong.parameters["triton_enable_empty_final_response"].int64_param = 1
+    kinds += [parameters, final, final, wrong, b"\x82\x01\x02ab", b"\x08\x01"]
     return draw(st.lists(st.sampled_from(kinds), max_size=12))
 
 
