@@ -425,27 +425,14 @@ def test_an_instance_that_dies_returns_what_it_has(folder: Path, *, is_idle: boo
         assert Ask(runtime, "b", x(4)).result() == 4
 
 
-def test_a_model_that_is_unloaded_returns_what_it_has(folder: Path) -> None:
-    with limited(folder, [], a=group(R=1), b=group(R=1)) as (backend, runtime):
-        first, second = Ask(runtime, "a", x(1)), None
-        held = backend.wait_for(1)
-        second = Ask(runtime, "b", x(2))
-        queued(runtime, 1, "b")
-        unloading = threading.Thread(target=runtime.unload, args=["a"])
-        unloading.start()
-        held.answer()
-        backend.wait_for(2).answer()
-        unloading.join(PATIENCE_S)
-        assert (first.result(), second.result()) == (1, 2)
-
-
-def test_a_model_that_waits_for_a_resource_is_unloaded_once_it_is_empty(folder: Path) -> None:
+@pytest.mark.parametrize("unloaded", ["a", "b"], ids=["has a resource", "waits for one"])
+def test_a_model_is_unloaded_once_it_is_empty_and_returns_what_it_has(folder: Path, unloaded: str) -> None:
     with limited(folder, [], a=group(R=1), b=group(R=1)) as (backend, runtime):
         first = Ask(runtime, "a", x(1))
         held = backend.wait_for(1)
         second = Ask(runtime, "b", x(2))
         queued(runtime, 1, "b")
-        unloading = threading.Thread(target=runtime.unload, args=["b"])
+        unloading = threading.Thread(target=runtime.unload, args=[unloaded])
         unloading.start()
         held.answer()
         backend.wait_for(2).answer()

@@ -38,18 +38,6 @@ finally:
 """
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_tensors_stay_in_shared_memory(server: RunningServer, protocol: str) -> None:
-    pytest.importorskip(f"tritonclient.{protocol}")
-    address = server.http if protocol == "http" else server.grpc
-    command = [sys.executable, "-c", CLIENT, protocol, address]
-
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "[[0.5, 1.5, 2.5, 3.5], [-0.5, 0.5, 1.5, 2.5]]\n"
-
-
 # The tensors are large enough to be lent. The client repeats one request with other numbers.
 LARGE = """
 import os
@@ -80,15 +68,20 @@ finally:
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_large_tensors_are_where_the_client_wants_them(server: RunningServer, protocol: str) -> None:
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [(CLIENT, "[[0.5, 1.5, 2.5, 3.5], [-0.5, 0.5, 1.5, 2.5]]\n"), (LARGE, 4 * "True\n")],
+    ids=["small", "large"],
+)
+def test_tensors_stay_in_shared_memory(server: RunningServer, protocol: str, program: str, printed: str) -> None:
     pytest.importorskip(f"tritonclient.{protocol}")
     address = server.http if protocol == "http" else server.grpc
-    command = [sys.executable, "-c", LARGE, protocol, address]
+    command = [sys.executable, "-c", program, protocol, address]
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
 
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == 4 * "True\n"
+    assert ended.stdout == printed
 
 
 @pytest.fixture(scope="module")
