@@ -93,6 +93,12 @@ def _table(models: Sequence[Shown], width: int, *, instances: bool) -> list[Line
         lines.append(Line(_row(_name(model), _cells(model), room), style))
         if model["reason"] and model["reason"] != "unloaded":
             lines.append(Line(f"  {_first_line(model['reason'])}", style))
+        # An older server tells nothing of pieces.
+        if (recent := model.get("recent")) and recent.get("pieces_per_s") is not None:
+            facts = [f"{figure(recent['pieces_per_s'])} pieces/s"]
+            if recent["first_piece_us"] is not None:
+                facts.append(f"the first after {_duration(recent['first_piece_us'])}")
+            lines.append(Line(f"  {', '.join(facts)}"))
         if advice := model.get("advice"):
             lines.append(Line(f"  {_first_line(advice['text'])}", "yellow"))
             lines.append(Line(f"  in config.pbtxt: {_first_line(advice['line'])}", "yellow"))

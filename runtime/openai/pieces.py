@@ -6,6 +6,7 @@ So no text of a model can forge an event or another field.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -44,6 +45,24 @@ class Piece(NamedTuple):
     """About the memory that it takes beyond its text."""
     speech: dict[str, Any] | None = None
     """Of a recording: `start` and `end` of the text in seconds, its `words`, the `language`, the `duration`."""
+
+
+class PieceCounts(NamedTuple):
+    """Counts of the pieces of a model until now."""
+
+    answers: int = 0
+    """The answers that have begun."""
+    first_ns: int = 0
+    """The time from the request to the first piece, of all answers together."""
+    pieces: int = 0
+
+    def minus(self, other: PieceCounts) -> PieceCounts:
+        """Return what came since; nothing if the model was loaded anew meanwhile."""
+        came = PieceCounts(*map(operator.sub, self, other))
+        return came if min(came) >= 0 else PieceCounts()
+
+
+NO_PIECES = PieceCounts()
 
 
 def piece_of(raw: memoryview, model: str) -> Piece:

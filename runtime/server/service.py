@@ -96,7 +96,9 @@ class Service:
         self.capture = capture
         self.logs = logs or LogControl(self.models.stubs.change_log)
         self.metrics = ServerMetrics(self.models)
-        self.overview = Overview(self.models, self.repository.index, self.metrics.frontends.requests)
+        self.overview = Overview(
+            self.models, self.repository.index, self.metrics.frontends.requests, self.metrics.openai.pieces
+        )
 
     def metrics_text(self) -> str:
         """Return all metrics as Prometheus reads them. Raises `RuntimeClosed`."""

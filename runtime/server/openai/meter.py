@@ -10,7 +10,7 @@ from moonpool.runtime.observe.distributions import BucketCounts
 from moonpool.runtime.observe.exposition import ExposedFamily, Sample
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 from moonpool.runtime.openai.endpoints import PieceReader
-from moonpool.runtime.openai.pieces import Piece
+from moonpool.runtime.openai.pieces import Piece, PieceCounts
 from moonpool.runtime.server.tracing.trace import Trace
 
 _TOKENS = {"prompt_tokens": "prompt", "completion_tokens": "completion"}
@@ -27,6 +27,11 @@ class ModelCounts:
         self.gaps = BucketCounts(DURATION_BOUNDS_NS)
         """Nanoseconds between the pieces of an answer."""
         self.tokens = dict.fromkeys(_TOKENS, 0)
+
+    def pieces(self) -> PieceCounts:
+        """Return the counts for those who look at the server."""
+        answers = sum(self.first.counts)
+        return PieceCounts(answers, self.first.total, answers + sum(self.gaps.counts))
 
 
 class CountingReader:
@@ -68,6 +73,11 @@ class OpenAIMeter:
     def of(self, model: str) -> ModelCounts:
         """Return the counts of a model that is served. For the loop's thread."""
         return self._models.setdefault(model, ModelCounts())
+
+    def pieces(self, model: str) -> PieceCounts | None:
+        """Return the counts of a model; None if it has had no chat and no completion. On any thread."""
+        found = self._models.get(model)
+        return None if found is None else found.pieces()
 
     def families(self, served: Collection[str]) -> list[ExposedFamily]:
         """Return the present figures of the models that are served, and forget the others. On any thread."""

@@ -21,15 +21,22 @@ from typing import Any, NamedTuple
 
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
+from moonpool.runtime.openai.pieces import NO_PIECES, PieceCounts
 from moonpool.runtime.process.threads import start_thread
 from moonpool.runtime.server.metrics import NO_REQUESTS, ClientCounts
 from moonpool.runtime.server.page.adviser import Adviser
 
+# Returns the counts of the pieces of a model; None if there are none.
+Pieces = Callable[[str], PieceCounts | None]
 INTERVAL_S = 1.0
 _INTERVAL_NS = int(INTERVAL_S * 1e9)
 # The number of samples that plots show, and of those that a present rate covers.
 SAMPLES = 180
 WINDOW = 5
+
+
+def no_pieces(_: str) -> None:
+    """Return None: no model has pieces."""
 
 
 class _Counts(NamedTuple):
@@ -54,16 +61,21 @@ class _Sample(NamedTuple):
 class _Series:
     """One model version: the samples for plots, and the last counts, from which present rates are made."""
 
-    def __init__(self, statistics: Statistics, begin: _Counts, by_duration: list[int]) -> None:
+    def __init__(
+        self, statistics: Statistics, begin: _Counts, by_duration: list[int], pieces: PieceCounts | None
+    ) -> None:
         self.statistics = statistics
+        # None as long as the model has had no chat and no completion.
+        self.pieces = deque([pieces], maxlen=WINDOW + 1)
         self.counts = deque([begin], maxlen=WINDOW + 1)
         # The numbers of requests by duration, in the buckets of `Statistics.bounds_ns`.
         self.durations = deque([by_duration], maxlen=WINDOW + 1)
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
-    def take(self, now_ns: int, queued: int) -> None:
+    def take(self, now_ns: int, queued: int, pieces: PieceCounts | None) -> None:
         """Take a sample."""
         before, after = self.counts[-1], _counts(self.statistics, now_ns)
+        self.pieces.append(pieces)
         self.counts.append(after)
         self.durations.append(list(self.statistics.by_duration))
         self.samples.append(_sample(_difference(before, after), queued))
@@ -87,9 +99,16 @@ class History:
     """Takes samples on a thread of its own. Any thread may call any method."""
 
     def __init__(
-        self, models: ModelRegistry, clients: Callable[[], ClientCounts], adviser: Adviser | None = None
+        self,
+        models: ModelRegistry,
+        clients: Callable[[], ClientCounts],
+        pieces: Pieces = no_pieces,
+        adviser: Adviser | None = None,
     ) -> None:
-        """`clients` returns the counts of the requests of all clients until now."""
+        """`clients` returns the counts of the requests of all clients until now, `pieces` those of the pieces of a
+        model, by its name.
+        """
+        self._pieces = pieces
         self._models = models
         self._count_clients = clients
         self._clients = _Clients(NO_REQUESTS, 0)
@@ -131,10 +150,11 @@ class History:
             for hosted in served:
                 name, scheduler = str(hosted), hosted.scheduler
                 series = before.get(name)
+                pieces = self._pieces(hosted.model.name)
                 if series is None or series.statistics is not scheduler.statistics:
-                    series = self._begun(scheduler.statistics, now_ns)
+                    series = self._begun(scheduler.statistics, now_ns, None if self._taken else pieces)
                 self._series[name] = series
-                series.take(now_ns, scheduler.queued)
+                series.take(now_ns, scheduler.queued, pieces)
                 queued += scheduler.queued
             clients = self._count_clients()
             if not self._taken:  # nobody knows when earlier requests came
@@ -142,23 +162,24 @@ class History:
             self._clients.take(clients, now_ns, queued)
             self._taken += 1
 
-    def _begun(self, statistics: Statistics, now_ns: int) -> _Series:
+    def _begun(self, statistics: Statistics, now_ns: int, pieces: PieceCounts | None) -> _Series:
         # Nobody knows when counts from before the first sample came. A version that is new later began after the last
         # one.
         if self._taken:
-            return _Series(statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration))
-        return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration))
+            return _Series(statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration), pieces)
+        return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration), pieces)
 
     def recent(self, name: str) -> dict[str, Any]:
         """Return rates per second, mean durations and quantiles of a model version over the last seconds."""
         with self._lock:
             series = self._series.get(name)
             if series is None:
-                return _recent(_zero(0), INTERVAL_S, (), [])
+                return {**_recent(_zero(0), INTERVAL_S, (), []), **_of_pieces(None, None, INTERVAL_S)}
             came = _difference(series.counts[0], series.counts[-1])
             taken = list(map(operator.sub, series.durations[-1], series.durations[0]))
-        bounds_ns = series.statistics.bounds_ns
-        return _recent(came, came.at_ns / 1e9 or INTERVAL_S, bounds_ns, taken)
+            before, after = series.pieces[0], series.pieces[-1]
+        bounds_ns, window_s = series.statistics.bounds_ns, came.at_ns / 1e9 or INTERVAL_S
+        return {**_recent(came, window_s, bounds_ns, taken), **_of_pieces(before, after, window_s)}
 
     def recent_of_clients(self) -> dict[str, Any]:
         """Return rates per second, mean duration and quantiles of the requests of clients over the last seconds."""
@@ -252,6 +273,15 @@ def _rates(came: _Counts, window_s: float) -> dict[str, float | None]:
         "failures_per_s": round(came.failure / window_s, 2),
         "latency_us": _mean_us(came, came.success_ns),
     }
+
+
+def _of_pieces(before: PieceCounts | None, after: PieceCounts | None, window_s: float) -> dict[str, float | None]:
+    """Return what is told of pieces; None for a model without chats and completions."""
+    if after is None:
+        return {"pieces_per_s": None, "first_piece_us": None}
+    came = after.minus(before or NO_PIECES)
+    first_us = round(came.first_ns / came.answers / 1000, 1) if came.answers else None
+    return {"pieces_per_s": round(came.pieces / window_s, 2), "first_piece_us": first_us}
 
 
 def _mean_us(came: _Counts, total_ns: int) -> float | None:

@@ -21,7 +21,7 @@ from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.openai.conventions import endpoints_of
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.metrics import ClientCounts
-from moonpool.runtime.server.page.history import History
+from moonpool.runtime.server.page.history import History, Pieces, no_pieces
 from moonpool.runtime.version import VERSION
 
 Index = Callable[[], Sequence[Mapping[str, str]]]
@@ -32,14 +32,16 @@ _FRESH_S = 0.25
 class Overview:
     """Models, instances, rates and errors. Any thread may call any method."""
 
-    def __init__(self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts]) -> None:
+    def __init__(
+        self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts], pieces: Pieces = no_pieces
+    ) -> None:
         """`index` returns the repository index, which has entries for models that are not loaded, too.
 
-        `clients` returns the counts of the requests of all clients until now.
+        `clients` returns the counts of the requests of all clients until now, `pieces` those of the pieces of a model.
         """
         self._models = models
         self._index = index
-        self._history = History(models, clients)
+        self._history = History(models, clients, pieces)
         self._clients = clients
         self._started_ns = time.time_ns()
         self._begin_s = time.monotonic()

@@ -222,7 +222,7 @@ def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path
     load(runtime, tmp_path, "sleeps")
     overview = Overview(runtime._models, list, ClientRequests().counts)
     overview._history = history = History(
-        runtime._models, ClientRequests().counts, Adviser(quick, machine(quick, is_idle=True))
+        runtime._models, ClientRequests().counts, adviser=Adviser(quick, machine(quick, is_idle=True))
     )
 
     def advised() -> dict[str, object]:

@@ -14,8 +14,10 @@ from tests.server.page.models import write
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.cli.top import _table
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.metrics import ClientRequests
+from moonpool.runtime.server.openai.meter import ModelCounts
 from moonpool.runtime.server.page.history import SAMPLES, History
 from moonpool.runtime.server.page.overview import Overview
 
@@ -86,6 +88,30 @@ def test_models_are_told_with_their_instances_and_the_repository_s_others(
     os.kill(instance["pid"], 0)
     assert shown["models"][3]["reason"] == "unloaded"
     assert shown["server"]["pid"] == os.getpid()
+
+
+@pytest.mark.promise("OpenAI", "The page and `moonpool top` show the time to the first piece, and pieces a second.")
+def test_pieces_are_told_of_models_that_have_some(runtime: moonpool.Runtime) -> None:
+    counts = ModelCounts()
+    told = {"add_sub": counts.pieces}
+    history = History(runtime._models, ClientRequests().counts, lambda name: told[name]() if name in told else None)
+    history.sample()
+    counts.first.add(2_000_000)
+    counts.gaps.add(1000, 9)
+    history.sample()
+
+    some, none = history.recent("add_sub:1"), history.recent("fails:1")
+    assert (some["first_piece_us"], some["pieces_per_s"] > 0) == (2000, True)
+    assert (none["first_piece_us"], none["pieces_per_s"]) == (None, None)
+    model = {"name": "a", "version": "1", "state": "READY", "reason": "", "queued": 0, "failure": 0, "instances": []}
+    lines = _table([{**model, "recent": some}, {**model, "recent": none}], 80, instances=False)
+    assert [line.text.partition("pieces/s")[2] for line in lines if "pieces/s" in line.text] == [
+        ", the first after 2 ms"
+    ]
+    # A model that was loaded anew begins at none.
+    told["add_sub"] = ModelCounts().pieces
+    history.sample()
+    assert history.recent("add_sub:1")["pieces_per_s"] == 0
 
 
 @pytest.mark.promise(
