@@ -149,7 +149,11 @@ class OpenAIAdapter(ClassAdapter):
         output = next((each for each in request._requested_output_names if each in self._methods), "")
         method = self._methods.get(output)
         reply = request.reply()
-        how: dict[str, Any] = {"request_id": request.request_id(), "is_cancelled": lambda: reply.is_cancelled}
+        how: dict[str, Any] = {
+            "request_id": request.request_id(),
+            "is_cancelled": lambda: reply.is_cancelled,
+            "parameters": request._details.parameters,
+        }
         body = _only(tensors, REQUEST)
         made = KINDS.get(method or "", OpenAIRequest)(body, **how)
         if isinstance(made, TranscriptionRequest):

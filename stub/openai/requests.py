@@ -24,10 +24,15 @@ class OpenAIRequest(Mapping[str, Any]):
     Not thread-safe before that. The model may keep it for as long as it likes, and must not change it.
     """
 
-    __slots__ = ("_fields", "_is_cancelled", "_text", "id")
+    __slots__ = ("_fields", "_is_cancelled", "_text", "id", "parameters")
 
     def __init__(
-        self, body: bytes | str | Json, *, request_id: str = "", is_cancelled: Callable[[], bool] = _never
+        self,
+        body: bytes | str | Json,
+        *,
+        request_id: str = "",
+        is_cancelled: Callable[[], bool] = _never,
+        parameters: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
         """Take the body as JSON or as its fields. Tests make requests so, with `ChatRequest({"messages": […]})`."""
         self._text = b"" if isinstance(body, dict) else body
@@ -35,6 +40,8 @@ class OpenAIRequest(Mapping[str, Any]):
         self._is_cancelled = is_cancelled
         # The id by which the log and the client know the request.
         self.id = request_id
+        # Headers that the server passes on (`--http-header-forward-pattern`), by the names that the client wrote.
+        self.parameters = parameters or {}
 
     def _all(self) -> Json:
         fields = self._fields
@@ -212,9 +219,10 @@ class TranscriptionRequest(OpenAIRequest):
         *,
         request_id: str = "",
         is_cancelled: Callable[[], bool] = _never,
+        parameters: Mapping[str, str | int | float | bool] | None = None,
         file: bytes = b"",
     ) -> None:
-        super().__init__(body, request_id=request_id, is_cancelled=is_cancelled)
+        super().__init__(body, request_id=request_id, is_cancelled=is_cancelled, parameters=parameters)
         # The recording, as the client sent it.
         self.file = file
 
