@@ -20,7 +20,7 @@ from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.memory import memory_mib
 from moonpool.benchmarks.suites.peer.served import MoonpoolServed
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.benchmarks.suites.rounds import in_turns, time_us
+from moonpool.benchmarks.suites.rounds import Series, in_turns, time_us
 from moonpool.runtime.client.request import Endpoint, json_post
 from moonpool.runtime.server.openai.routes import _embeddings
 
@@ -151,9 +151,23 @@ def _pieces(report: Report, server: MoonpoolServed, client: _Client, quick: bool
         spent = [(after - earlier) / responses for after, earlier in zip(_busy_us(server), before, strict=True)]
         return [responses / tally.seconds, *spent, tally.busy_s * 1e6 / responses]
 
-    found = in_turns({"": window}, rounds)[""].rounds
+    with moonpool.Runtime() as runtime:
+        runtime.load(_CHAT, MODELS / _CHAT)
+
+        def here() -> list[float]:
+            """Return the rate at which a thread of this process takes the responses of the same model."""
+            body = json.dumps(_chat(20 * pieces)).encode()
+            before = time.perf_counter()
+            count = sum(1 for _ in runtime.stream(_CHAT, {"request": np.array([body], object)}, outputs=["chat"]))
+            return [count / (time.perf_counter() - before)]
+
+        measured = in_turns({"http": window, "here": here}, rounds)
+    found = measured["http"].rounds
+    rates = Series([each[:1] for each in found])
     what = f"pieces over {_STREAMS} streams"
-    report.figure(what, "pieces/s", [each[0] for each in found], goal="50,000", headline=True)
+    report.figure(what, "pieces/s", rates.values, goal="50,000", headline=True)
+    report.figure("responses of the same model, `Runtime.stream`", "responses/s", measured["here"].values)
+    report.ratio(f"{what} over these responses", rates.over(measured["here"]))
     for at, side in enumerate(("the server", "the model's process", "the generator"), 1):
         report.figure(f"{what}: processor time of {side}", "µs", [each[at] for each in found])
     report.note(f"Each stream has {pieces} pieces of 6 bytes, yielded in a loop; the generator shares the processors.")
