@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.server.running import RunningServer, running
 
-WRITER = Path(__file__).parents[2] / "models" / "writer.py"
+MODELS = Path(__file__).parents[2] / "models"
 # `bash .ci/run openai` fills it with openai-python, and `bash .ci/run frameworks` with the others.
 ENVIRONMENT = Path(__file__).parents[3] / ".venv-openai"
 # Their packages take minutes to compile on a busy machine, the first time.
@@ -22,10 +22,12 @@ PACKAGES = {"LangChain": "langchain_openai", "LlamaIndex": "llama_index", "litel
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("openai") / "models" / "writer" / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(WRITER.read_text())
-    with running(folder.parents[1]) as found:
+    folder = tmp_path_factory.mktemp("openai") / "models"
+    for name in ("writer", "scribe"):
+        version = folder / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text((MODELS / f"{name}.py").read_text())
+    with running(folder) as found:
         yield found
 
 
@@ -49,8 +51,25 @@ PROGRAMS = {
         vector = client.embeddings.create(model="writer", input=["abc", "x"]).data
         assert [list(each.embedding) for each in vector] == [[3, 2, 0.5, -1], [1, 2, 0.5, -1]]
         assert client.completions.create(model="writer", prompt="a").choices[0].text == "a!"
-        assert [m.id for m in client.models.list()] == ["writer"]
+        assert [m.id for m in client.models.list()] == ["scribe", "writer"]
         assert client.models.retrieve("writer").id == "writer"
+    """,
+    "openai, recordings": """
+        import openai
+        client = openai.OpenAI(base_url=base, api_key="x")
+        file = ("a.wav", b"one two", "audio/wav")
+        write = lambda **more: client.audio.transcriptions.create(model="scribe", file=file, **more)
+        whole = write()
+        assert (whole.text, whole.usage.total_tokens) == ("one two ", 3), whole
+        assert write(response_format="text") == "one two \\n"
+        assert write(response_format="vtt").startswith("WEBVTT")
+        verbose = write(response_format="verbose_json", timestamp_granularities=["word"], temperature=0.2)
+        assert (verbose.language, verbose.duration, verbose.segments[1].start) == ("en", 2, 1), verbose
+        assert [each.word for each in verbose.words] == ["one", "two"]
+        events = list(write(stream=True))
+        assert "".join(each.delta for each in events[:-1]) == events[-1].text == "one two "
+        try: write(prompt="untimed", response_format="srt")
+        except openai.BadRequestError as error: assert error.param == "response_format"
     """,
     "openai, errors": """
         import openai
