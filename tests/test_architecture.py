@@ -1,4 +1,4 @@
-"""The architecture page names the threads and the storeys that the code has."""
+"""The pages name the threads, the extensions and the storeys that the code has."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.test_layout import ROOT, _keeps_the_trees_until_the_end, nodes
 __all__ = ["_keeps_the_trees_until_the_end"]
 
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
+THREADS = ROOT / "docs" / "site" / "THREADS.md"
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the documents are not in the wheel")
 
@@ -41,7 +42,7 @@ def texts() -> Iterator[str]:
 
 def test_the_page_names_the_threads_of_the_code() -> None:
     code = {text.rstrip("-") for text in texts() if re.fullmatch(r"moonpool-[\w.-]+", text)}
-    names = re.findall(r"`(moonpool-[a-z][\w-]*)`", PAGE.read_text(encoding="utf-8"))
+    names = re.findall(r"`(moonpool-[a-z][\w-]*)`", THREADS.read_text(encoding="utf-8"))
     page = {re.sub(r"-[A-Z_]+$", "", name) for name in names}
 
     assert sorted(code - OTHERS - page) == [], "not on the page"

@@ -80,6 +80,9 @@ SECTIONS = {
         "GLOSSARY",
         "site/WIRE",
         "site/STATES",
+        "site/THREADS",
+        "site/PROTOCOL_DIFFERENCES",
+        "site/BENCH_FILES",
         "decisions/README",
     ),
 }

@@ -1,4 +1,4 @@
-"""The test of each row of docs/FIDELITY.md, by the row's first cell, and why moonpool differs there.
+"""The test of each row of docs/FIDELITY.md and docs/site/PROTOCOL_DIFFERENCES.md, and why moonpool differs there.
 
 Tests without a folder are in `tests/triton` and compare both sides. Tests with a folder show moonpool's side only.
 """

@@ -1,4 +1,4 @@
-"""Differences of moonpool's server from Triton's that are on purpose: rows of docs/FIDELITY.md, and their cases."""
+"""Differences from Triton over the network, on purpose: rows of docs/site/PROTOCOL_DIFFERENCES.md, with cases."""
 
 from __future__ import annotations
 

@@ -11,14 +11,13 @@ from tests.triton.protocol.known import DIFFERENCES, difference
 from tests.triton.protocol.test_protocol_grpc import CASES as GRPC
 from tests.triton.protocol.test_protocol_http import CASES as HTTP
 
-PAGE = Path(__file__).parents[3] / "docs" / "FIDELITY.md"
+PAGE = Path(__file__).parents[3] / "docs" / "site" / "PROTOCOL_DIFFERENCES.md"
 
 
 @pytest.mark.promise("What the server bears, and whom it answers like", "moonpool answers over HTTP and …")
 @pytest.mark.skipif(not PAGE.exists(), reason="the documents are not in the wheel")
 def test_every_difference_is_told() -> None:
-    section = PAGE.read_text().split("## Different on purpose, over the network")[1].split("\n##")[0]
-    rows = re.findall(r"^\| (?!---|\|)(.+?) \| .*\|$", section, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (?!---|\|)(.+?) \| .*\|$", PAGE.read_text(), flags=re.MULTILINE)
 
     # Rows with tests elsewhere cannot be compared.
     here = {row for row in rows if TESTS[row].startswith("tests/triton/protocol/")}
