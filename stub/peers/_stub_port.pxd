@@ -49,6 +49,7 @@ cdef class OwnBlocks:
     cdef int give_back(self, block) except -1
     cdef Block fill(self, block, list arrays, const vector[Output]& placed, list targets, uint64_t size,
                     SlotChannel slots, size_t announced) except *
+    cdef take_spare(self, uint64_t size)
     cdef _spare(self, uint64_t size)
     cdef bint _find_first(self) except -1
 

@@ -113,13 +113,15 @@ cdef enum:
     ROOM = 32769
     # A copy from this size on takes so long that others should have the interpreter meanwhile.
     LONG_COPY_BYTES = 262144
+    # More than a row of RESPONSES has beside the description of its outputs.
+    ROW_ROOM = 96
     # A wait takes so much more than the peer's work if both sides sleep: the time of two wake-ups.
     WAKE_UPS_NS = 100000
 
 
 # For tests: a method that always declines would pass all others.
 cdef struct Counts:
-    uint64_t open, stacked, place, take, give
+    uint64_t open, stacked, place, take, give, apart
 
 cdef Counts _counts
 
@@ -266,13 +268,7 @@ cdef class OwnBlocks:
         for memory.
         """
         cdef list taken
-        block = None
-        if self._acquire(False) is True:
-            try:
-                block = self._spare(block_bytes(size))
-            except BaseException:
-                pass  # Python's form meets the same
-            self._release()
+        block = self.take_spare(size)
         if block is not None:
             return block
         taken = []
@@ -282,6 +278,17 @@ cdef class OwnBlocks:
             if taken:
                 self.give_back(taken[0])
             raise
+
+    cdef take_spare(self, uint64_t size):
+        """Return a block of an earlier answer that came back, or None if Python has to do it."""
+        block = None
+        if self._acquire(False) is True:
+            try:
+                block = self._spare(block_bytes(size))
+            except BaseException:
+                pass  # Python's form meets the same
+            self._release()
+        return block
 
     cdef _spare(self, uint64_t size):
         """Put the blocks aside that came back, and return the last one of this size.
@@ -488,7 +495,175 @@ cdef InferenceResponseBase response_of(list outputs):
     return response
 
 
-cdef class StubPort:
+cdef class OutputPlacer:
+    """Describes the outputs of one response after another."""
+
+    cdef dict _indices
+    cdef list _outputs
+    # The outputs of the response that is placed now, and their dimensions.
+    cdef vector[Output] _placed
+    cdef vector[int64_t] _dims
+    cdef Writer _row
+
+    cdef bint _describe(self, wanted, InferenceResponseBase response, list arrays, dict places,
+                        list targets) except -1:
+        """Describe the outputs of a response that the client wants. Returns False if one of them is not just copied, or
+        the response has an error or parameters.
+
+        `places` has the targets for this response by their outputs, and `targets` gets that of each output or None;
+        both are None if there are none.
+        """
+        cdef PyObject* given = <PyObject*>response._outputs
+        cdef PyObject* parameters = <PyObject*>response._parameters
+        cdef size_t i, k
+        self._placed.clear()
+        self._dims.clear()
+        if <PyObject*>response._error != <PyObject*>None or parameters == NULL:
+            return False
+        if parameters != <PyObject*>None and (type(<object>parameters) is not dict or <object>parameters):
+            return False
+        if given == NULL or type(<object>given) is not list:
+            return False
+        names = None if wanted is self._outputs else wanted
+        for tensor in <list>given:
+            if not self._describe_output(tensor, names, arrays, places, targets):
+                return False
+        for i in range(1, self._placed.size()):
+            for k in range(i):
+                if self._placed[i].index == self._placed[k].index:
+                    return False
+        return True
+
+    cdef bint _describe_output(self, tensor, names, list arrays, dict places, list targets) except -1:
+        cdef Output output
+        if not is_tensor(tensor):
+            return False
+        cdef PyObject* name = <PyObject*>(<TensorBase>tensor)._name
+        # No code of the model's runs for a string of Python's own class.
+        if name == NULL or type(<object>name) is not str or <PyObject*>(<TensorBase>tensor)._array == NULL:
+            return False
+        index = self._indices.get(<object>name)
+        if index is None or (names is not None and <object>name not in names):
+            return True  # as in Triton, it is left out without a check
+        array = array_of(tensor, &output, &self._dims)
+        if array is None:
+            return False
+        target = None
+        if targets is not None:
+            target = places.get(index)
+            if target is not None and not 0 < output.size <= <uint64_t>(<tuple>target)[2]:
+                target = None
+        if target is None and output.size >= _PASSED_BYTES and not _is_own(array):
+            return False
+        output.index, output.offset = index, 0
+        self._placed.push_back(output)
+        arrays.append(array)
+        if targets is not None:
+            targets.append(target)
+        return True
+
+    cdef uint64_t _lay_out(self, uint64_t first, list targets) except? 0:
+        """Place the outputs: each that has a target in a block of its own, from that number on, and the others one
+        after another in the block behind those. Returns the size of that block.
+        """
+        cdef uint64_t end = 0, there = first, block = first
+        cdef size_t i
+        if targets is not None:
+            for target in targets:
+                block += target is not None
+        self._row.clear()
+        self._row.array(self._placed.size())
+        for i in range(self._placed.size()):
+            output = &self._placed[i]
+            if targets is not None and targets[i] is not None:
+                write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim,
+                             output.dims, there, 0, output.size)
+                there += 1
+                continue
+            output.offset = end
+            end += (output.size + _ALIGNMENT - 1) & ~(_ALIGNMENT - 1)
+            write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim, output.dims,
+                         block, output.offset, output.size)
+        return end
+
+
+cdef class ApartPlacer(OutputPlacer):
+    """Places responses that go apart from the answer to their batch. For any thread.
+
+    No hook is called. But a collection of garbage may run a destructor of the model's, which may send a response in the
+    middle of another one, or let other threads run.
+    """
+
+    cdef object _regions, _has_turn
+    cdef OwnBlocks _blocks
+    cdef Writer _message, _list
+    cdef bint _is_placing
+
+    def __init__(self, regions, dict indices):
+        self._regions, self._indices, self._outputs = regions, indices, None
+        self._blocks, self._has_turn = OwnBlocks(regions), regions._turn._is_owned
+        self._is_placing = False
+
+    def row(self, uint64_t batch, uint64_t index, uint64_t flags, response, wanted, list blocks, size_t most):
+        """Place a response in a block that came back, and return its row of RESPONSES, of at most so many bytes.
+
+        Adds the block to `blocks`. Returns None, and has done nothing, if Python has to do it.
+        """
+        if self._is_placing or type(response) is not _response or self._regions.devices is not None:
+            return None
+        self._is_placing = True
+        try:
+            return self._row_of(batch, index, flags, response, wanted, blocks, most)
+        except Exception:
+            return None  # Python's form meets the same
+        finally:
+            self._is_placing = False
+
+    cdef _row_of(self, uint64_t batch, uint64_t index, uint64_t flags, response, wanted, list blocks, size_t most):
+        cdef list arrays = [], named
+        cdef Block place
+        cdef uint64_t size
+        if not self._describe(wanted, response, arrays, None, None) or not arrays:
+            return None
+        size = self._lay_out(0, None)
+        if size >= LONG_COPY_BYTES or self._row.bytes().size() + ROW_ROOM > most or self._has_turn():
+            return None
+        block = self._blocks.take_spare(size)
+        if block is None:
+            return None
+        try:
+            place = self._blocks.fill(block, arrays, self._placed, None, size, None, 0)
+            row = self._written(batch, index, flags, &place)
+            named = [[place.region, place.offset, place.size]]
+            blocks.extend(named)
+        except BaseException:
+            self._blocks.give_back(block)
+            raise
+        _counts.apart += 1
+        return row
+
+    cdef _written(self, uint64_t batch, uint64_t index, uint64_t flags, Block* place):
+        cdef Writer* message = &self._message
+        cdef Writer* layout = &self._list
+        layout.clear()
+        layout.array(1)
+        layout.values(self._row.bytes())
+        message.clear()
+        message.array(6)
+        message.uint(batch)
+        message.uint(index)
+        message.uint(flags)
+        message.array(1)
+        message.array(3)
+        message.uint(place.region)
+        message.uint(place.offset)
+        message.uint(place.size)
+        message.raw(layout.bytes())
+        message.nil()
+        return PyBytes_FromStringAndSize(message.bytes().data(), message.bytes().size())
+
+
+cdef class StubPort(OutputPlacer):
     """The stub's end of a work channel."""
 
     cdef object _peer, _conversation, _inbox, _fileno, _receive, _checked, _send_waiting
@@ -498,8 +673,8 @@ cdef class StubPort:
     cdef OwnBlocks _blocks
     # The blocks of the batch that the model has dropped, in a deque.
     cdef object _dropped, _forget_dropped
-    cdef dict _requests, _indices
-    cdef list _inputs, _outputs
+    cdef dict _requests
+    cdef list _inputs
     # Of a batch that was opened stacked: the packet, and the leases on its blocks.
     cdef object _stacked_packet
     cdef list _stacked_leases
@@ -513,10 +688,7 @@ cdef class StubPort:
     # The core that the last EXECUTE came from.
     cdef uint64_t _peer_core
     cdef PlainBatch _opened
-    # The outputs of the response that is placed now, and their dimensions.
-    cdef vector[Output] _placed
-    cdef vector[int64_t] _dims
-    cdef Writer _row, _message
+    cdef Writer _message
     cdef char[ROOM] _room
 
     def __init__(self, peer, start):
@@ -768,17 +940,13 @@ cdef class StubPort:
         """Copy the outputs of a response into a block. Returns False, and has done nothing, if Python has to do it."""
         cdef list arrays = [], targets = None
         cdef dict places = self._batch.targets
-        cdef PyObject* parameters = <PyObject*>response._parameters
-        if <PyObject*>response._error != <PyObject*>None or <PyObject*>request._preferred_memory != <PyObject*>None:
-            return False
-        if parameters == NULL:
-            return False
-        if parameters != <PyObject*>None and (type(<object>parameters) is not dict or <object>parameters):
+        cdef PyObject* wanted = <PyObject*>request._requested_output_names
+        if wanted == NULL or <PyObject*>request._preferred_memory != <PyObject*>None:
             return False
         cdef dict mine = places.get(len(<list>self._answer.layouts)) if len(places) else None
         if mine is not None:
             targets = []
-        if not self._describe(request, response, arrays, mine, targets):
+        if not self._describe(<object>wanted, response, arrays, mine, targets):
             return False
         self._store(arrays, targets, is_last)
         return True
@@ -886,58 +1054,6 @@ cdef class StubPort:
         self._placed.push_back(output)
         return True
 
-    cdef bint _describe(self, InferenceRequestBase request, InferenceResponseBase response, list arrays, dict places,
-                        list targets) except -1:
-        """Describe the outputs of a response that the client wants. Returns False if one of them is not just copied.
-
-        `places` has the targets for this response by their outputs, and `targets` gets that of each output or None;
-        both are None if there are none.
-        """
-        cdef PyObject* given = <PyObject*>response._outputs
-        cdef PyObject* wanted = <PyObject*>request._requested_output_names
-        cdef size_t i, k
-        self._placed.clear()
-        self._dims.clear()
-        if given == NULL or type(<object>given) is not list or wanted == NULL:
-            return False
-        names = None if wanted == <PyObject*>self._outputs else <object>wanted
-        for tensor in <list>given:
-            if not self._describe_output(tensor, names, arrays, places, targets):
-                return False
-        for i in range(1, self._placed.size()):
-            for k in range(i):
-                if self._placed[i].index == self._placed[k].index:
-                    return False
-        return True
-
-    cdef bint _describe_output(self, tensor, names, list arrays, dict places, list targets) except -1:
-        cdef Output output
-        if not is_tensor(tensor):
-            return False
-        cdef PyObject* name = <PyObject*>(<TensorBase>tensor)._name
-        # No code of the model's runs for a string of Python's own class.
-        if name == NULL or type(<object>name) is not str or <PyObject*>(<TensorBase>tensor)._array == NULL:
-            return False
-        index = self._indices.get(<object>name)
-        if index is None or (names is not None and <object>name not in names):
-            return True  # as in Triton, it is left out without a check
-        array = array_of(tensor, &output, &self._dims)
-        if array is None:
-            return False
-        target = None
-        if targets is not None:
-            target = places.get(index)
-            if target is not None and not 0 < output.size <= <uint64_t>(<tuple>target)[2]:
-                target = None
-        if target is None and output.size >= _PASSED_BYTES and not _is_own(array):
-            return False
-        output.index, output.offset = index, 0
-        self._placed.push_back(output)
-        arrays.append(array)
-        if targets is not None:
-            targets.append(target)
-        return True
-
     cdef size_t _last_long(self, list targets) except? 0:
         """Return the number, from 1 on, of the last output whose copy takes long, in their order; 0 if there is none.
 
@@ -951,30 +1067,6 @@ cdef class StubPort:
                 else:
                     last_target = i + 1
         return last if last > 0 else last_target
-
-    cdef uint64_t _lay_out(self, uint64_t first, list targets) except? 0:
-        """Place the outputs: each that has a target in a block of its own, from that number on, and the others one
-        after another in the block behind those. Returns the size of that block.
-        """
-        cdef uint64_t end = 0, there = first, block = first
-        cdef size_t i
-        if targets is not None:
-            for target in targets:
-                block += target is not None
-        self._row.clear()
-        self._row.array(self._placed.size())
-        for i in range(self._placed.size()):
-            output = &self._placed[i]
-            if targets is not None and targets[i] is not None:
-                write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim,
-                             output.dims, there, 0, output.size)
-                there += 1
-                continue
-            output.offset = end
-            end += (output.size + _ALIGNMENT - 1) & ~(_ALIGNMENT - 1)
-            write_tensor(self._row, output.index, output.datatype, self._dims.data() + output.first_dim, output.dims,
-                         block, output.offset, output.size)
-        return end
 
     # Sending
 

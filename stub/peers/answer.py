@@ -16,7 +16,7 @@ from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import RELEASE_RESCHEDULE, InferenceRequest
 from moonpool.stub.pb_utils.response import DROPPED, InferenceResponse, Reply, ReplyPort
 from moonpool.stub.peers.batch import Batch
-from moonpool.stub.peers.control import Control
+from moonpool.stub.peers.control import MAX_ROW_BYTES, Control
 from moonpool.stub.peers.placement import NO_OUTPUTS, Placer, error_remark, refusal_remark
 
 INTERNAL = CODES.index("INTERNAL")
@@ -146,9 +146,11 @@ class Responses(ReplyPort):
     method.
     """
 
-    def __init__(self, placer: Placer, control: Control, start: dict[str, Any]) -> None:
+    def __init__(self, placer: Placer, control: Control, start: dict[str, Any], usual: Any = None) -> None:
+        """`usual` is the compiled form, which places usual responses in blocks that came back, as `placer` would."""
         self.is_decoupled = bool(start["decoupled"])
         self._placer = placer
+        self._usual = usual
         self._control = control
         # Replies of requests that may still be answered apart from their batches.
         self.replies: dict[tuple[int, int], weakref.ref[Reply]] = {}
@@ -184,20 +186,32 @@ class Responses(ReplyPort):
         if self.is_forked:
             raise TritonModelException("Unable to send response. A process that the model forked cannot send any.")
         blocks: list[list[int]] = []
-        layout = remark = None
         try:
-            if response is not None:
-                placed, remark = self._placer.answer(response, reply.wanted, blocks, wish=reply.preferred_memory)
-                layout = packed_list([placed]) if placed else None
+            row = self._row(reply, response, flags, blocks)
             if blocks:
                 self._placer.publish()
                 steps += (blocks.clear,)
             if flags:
                 steps += (self._forgetting(reply.batch, reply.index),)
-            self._control.respond([reply.batch, reply.index, flags, blocks, layout, remark], *steps)
+            self._control.respond(row, *steps)
         finally:
             if blocks:
                 self._placer.give_back(blocks)
+
+    def _row(
+        self, reply: Reply, response: InferenceResponse | None, flags: int, blocks: list[list[int]]
+    ) -> bytes | list[Any]:
+        """Place a response, and return its row of RESPONSES, perhaps packed. `blocks` gets its blocks."""
+        batch, index, wish = reply.batch, reply.index, reply.preferred_memory
+        layout = remark = None
+        if response is not None:
+            if self._usual is not None and wish is None:
+                row: bytes | None = self._usual.row(batch, index, flags, response, reply.wanted, blocks, MAX_ROW_BYTES)
+                if row is not None:
+                    return row
+            placed, remark = self._placer.answer(response, reply.wanted, blocks, wish=wish)
+            layout = packed_list([placed]) if placed else None
+        return [batch, index, flags, blocks, layout, remark]
 
     def forget(self, reply: Reply, *steps: Callable[[], object]) -> None:
         at_once(*steps, self._forgetting(reply.batch, reply.index))

@@ -55,6 +55,8 @@ from moonpool.stub.peers.send_queue import SendQueue
 # From so many queued messages on, log lines are left out: while one thread waits for the runtime to read, others go on
 # logging.
 _MANY_WAITING = 1024
+MAX_ROW_BYTES = MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET
+"""As many of the longest rows of RESPONSES fit into a packet as may be in one."""
 _RESPONSES = int(Kind.RESPONSES)
 _INDIRECT = int(Kind.INDIRECT)
 
@@ -97,16 +99,16 @@ class Control:
             if taken:  # it was not queued
                 self._regions.take_back(taken)
 
-    def respond(self, response: list[Any], *steps: Callable[[], object]) -> None:
+    def respond(self, response: bytes | list[Any], *steps: Callable[[], object]) -> None:
         """Send a response, a row of RESPONSES, together with others that are ready. `steps` are those of
-        `SendQueue.put`.
+        `SendQueue.put`. One that is packed has at most `MAX_ROW_BYTES`.
 
         Changes of metrics that the model made before go first.
         """
         if self.metric_changes.are_made:
             self.metric_changes.flush()
-        row = encode(*response)
-        if len(row) > MAX_PACKET_BYTES // MAX_RESPONSES_IN_PACKET:
+        row = response if isinstance(response, bytes) else encode(*response)
+        if len(row) > MAX_ROW_BYTES:
             self.send(_RESPONSES, [response], notes=steps)
         else:
             self._send_queue.put((row,), *steps)

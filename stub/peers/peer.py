@@ -56,7 +56,9 @@ class Peer:
         """Serve a model as this START describes it. Called again only while no batch has come."""
         self._start = start
         self.placer = placer = Placer(self.regions, start)
-        self.responses = Responses(placer, self.control, start)
+        extension = compiled_port(start)
+        usual = None if extension is None else extension.ApartPlacer(self.regions, placer.indices)
+        self.responses = Responses(placer, self.control, start, usual)
         self.batch = Batch(self.regions, self.responses, start)
         self.answer = Answer(placer, self.batch)
         self.port = self._made_port()

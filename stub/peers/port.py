@@ -9,6 +9,9 @@ the layers do it (`batch.py`, `answer.py`, `placement.py`): `open` returns None,
 response of a batch is rare, `take` calls the layers for that one. So the layers are the definition, and the port leaves
 their objects as they would.
 
+`ApartPlacer` of the compiled form does so with a response that goes apart from the answer to its batch, on any thread,
+if a block for it has come back (`Responses`).
+
 The port of this file does nothing, so that the layers do everything. It is for interpreters without the compiled one,
 and for stubs that are to go without it.
 

@@ -35,7 +35,8 @@ Execute = Callable[[list[InferenceRequest]], object]
 
 
 def in_python(peer: Peer, start: dict[str, Any]) -> StubPort:  # noqa: ARG001 - as `compiled`
-    """Make the port that leaves everything to the layers."""
+    """Make the port that leaves everything to the layers, and have them place all responses."""
+    peer.responses._usual = None
     return StubPort(peer.conversation.channel)
 
 

@@ -277,6 +277,14 @@ def _sent(request: InferenceRequest, returned: InferenceResponse | None = None) 
     return returned
 
 
+def _sent_apart(requests: list[InferenceRequest], responses: list[Any]) -> None:
+    """Send each response twice, and then the flag that it was the last."""
+    for request, response in zip(requests, responses, strict=True):
+        sender = request.get_response_sender()
+        for flags in (0, 0, 1):
+            sender.send(None if flags else response, flags)
+
+
 def _empty(a: np.ndarray) -> np.ndarray:
     array = pb_utils.empty(a.shape, a.dtype)
     array[...] = a
@@ -377,6 +385,7 @@ RETURNS = {
     "raise": "1 / 0",
     "exit": "exec('raise SystemExit(3)')",
     "change the list": "requests.clear() or responses",
+    "send": "_sent_apart(requests, responses)",
 }
 
 REQUESTED = (
@@ -471,7 +480,12 @@ def _play(desk: StubDesk, batches: Batches) -> list[Any]:
         # A block that was passed through is the runtime's already.
         out += [[region, offset] for region, offset, _ in fields[5] if region == ANSWERS]
         fields[2] = NO_CORE  # which the compiled port tells
-        seen.append((encode(*fields), desk.outputs(answer), [_shown(told) for told in desk.told()]))
+        told = desk.told()
+        for message in told:
+            if message[0] == Kind.RESPONSES:
+                out += [[region, offset] for row in message[1] for region, offset, _ in row[3] if region == ANSWERS]
+        seen.append((encode(*fields), desk.outputs(answer), [_shown(each) for each in told]))
+        seen.append(bytes(desk.regions[ANSWERS].memory()[:8192]))
         seen.append(bytes(desk.regions[LENT].memory()[32768:36864]))
     KEEP.clear()
     return seen
@@ -520,7 +534,27 @@ def test_the_compiled_port_does_what_most_batches_are(form: str, response: str, 
     finally:
         desk.close()
     done = {name: count - before[name] for name, count in counts().items()}
-    assert done == {"open": 2, "stacked": 0, "place": 2 * placed, "take": 2, "give": 2}
+    assert done == {"open": 2, "stacked": 0, "place": 2 * placed, "take": 2, "give": 2, "apart": 0}
+
+
+@pytest.mark.parametrize(
+    ("response", "placed"),
+    [
+        *[(each, True) for each in ("both", "strings", "view", "input", "empty")],
+        *[(each, False) for each in ("none of them", "error", "parameters", "subclass")],
+    ],
+)
+def test_usual_responses_apart_are_placed_compiled(response: str, placed: bool) -> None:
+    desk = StubDesk(compiled, decoupled=True)
+    counts = compiled_port(desk.start).counts
+    try:
+        # Their blocks come back.
+        _play(desk, [([("plain", response)], "send", 0, False)])
+        before = counts()["apart"]
+        _play(desk, [([("plain", response)], "send", 0, False), ([("plain", response)], "send", 4, False)])
+        assert (counts()["apart"] > before) is placed
+    finally:
+        desk.close()
 
 
 def test_a_large_output_that_grows_while_another_one_is_copied_is_not_written_beyond_its_block(
@@ -577,6 +611,17 @@ def test_each_return_is_answered_alike_behind_usual_ones(returned: str, decouple
         *[([("plain", "both"), ("plain", "one")], "list", 2, True)] * 2,
     ]
     _compare(batches, decoupled=decoupled)
+
+
+@pytest.mark.parametrize("form", ["plain", "wanted", "text"])
+@pytest.mark.parametrize("name", RESPONSES)
+def test_each_response_apart_is_sent_alike(name: str, form: str) -> None:
+    batches: Batches = [
+        ([(form, "both"), (form, "one")], "send", 0, False),
+        *[([(form, "both"), (form, name), (form, "one")], "send", 4, False)] * 3,
+        *[([(form, name)], "send", 4, True)] * 3,
+    ]
+    _compare(batches, decoupled=True)
 
 
 # Models of moonpool's own kind, which get the rows of all requests at once
