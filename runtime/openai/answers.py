@@ -174,7 +174,7 @@ class TextAnswer:
         if piece.usage is None:
             return False
         self._usage[place] = piece.usage
-        return not piece.delta and piece.finish_reason is None
+        return not piece.delta and piece.logprobs is None and piece.finish_reason is None
 
     def _choice(self, piece: Piece, place: int) -> _Choice:
         if piece.choice >= self._most_choices:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.ipc.tensors import CODES, DTYPES
-from moonpool.runtime.errors import InvalidRequest, ModelError
+from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 from moonpool.runtime.model.request import Response
@@ -37,8 +37,8 @@ from moonpool.runtime.openai.endpoints import (
     own_endpoints,
     strings,
 )
-from moonpool.runtime.openai.pieces import Piece
-from moonpool.runtime.process.files import parsed_json
+from moonpool.runtime.openai.fields import BadField
+from moonpool.runtime.openai.pieces import Piece, held_bytes_of, usage_in, value_of
 
 _TEXT_INPUT, _TEXT_OUTPUT, _SAMPLING = "text_input", "text_output", "sampling_parameters"
 _EMBEDDING_REQUEST = "embedding_request"
@@ -47,6 +47,8 @@ _MESSAGES = "messages"
 _OF_MESSAGES = (_MESSAGES, "tools", "tool_choice", "documents", "add_generation_prompt", "chat_template_kwargs")
 _LOGPROBS = "logprobs"
 _TOKENS_IN, _TOKENS_OUT = "num_input_tokens", "num_output_tokens"
+# The bytes of a token are a list of numbers, which the chosen token has twice.
+_LISTED_BYTES = 16
 DEFAULT_MAX_TOKENS = 16
 """The limit of a client that names none, as in Triton's front end."""
 # Fields that say nothing about how tokens are sampled.
@@ -150,7 +152,7 @@ class _Tensors:
         self._batch = int(config.max_batch_size > 0)
 
     def add(self, inputs: Inputs, name: str, value: Any) -> None:
-        """Add an input, unless the model does not have it or there is no value. Raises `InvalidRequest`."""
+        """Add an input, unless the model does not have it or there is no value. Raises `BadField`."""
         tensor = self._inputs.get(name)
         if tensor is None or value is None:
             return
@@ -172,9 +174,10 @@ class _Tensors:
         try:
             return np.array(values, DTYPES[CODES[tensor.datatype]])
         except (OverflowError, ValueError, TypeError):
-            raise InvalidRequest(
+            raise BadField(
                 f"the model's input '{tensor.name}' of the datatype {tensor.datatype} cannot have the value "
-                f"{values[0]!r:.100}"
+                f"{values[0]!r:.100}",
+                (tensor.name,),
             ) from None
 
 
@@ -189,14 +192,14 @@ class _Generation:
         self._is_vllms = any(tensor.name == _SAMPLING for tensor in config.inputs)
 
     def inputs(self, fields: Fields, body: bytes, file: bytes | None = None) -> Inputs:  # noqa: ARG002
-        """Return the tensors. Raises `InvalidRequest` for what these models cannot do, with Triton's texts."""
+        """Return the tensors. Raises `BadField` for what these models cannot do, with Triton's texts."""
         fields = self._own(fields)
         self._check(fields)
         inputs: Inputs = {}
         self._add_text(inputs, fields)
         for name, value in _KNOWN.items():
             self._tensors.add(inputs, name, value(fields))
-        self._tensors.add(inputs, _SAMPLING, json.dumps(_sampling(fields)))
+        self._tensors.add(inputs, _SAMPLING, _json(_sampling(fields)))
         return inputs
 
     def _add_text(self, inputs: Inputs, fields: Fields) -> None:
@@ -204,26 +207,26 @@ class _Generation:
 
     def _check(self, fields: Fields) -> None:
         if fields.get("suffix") is not None:
-            raise InvalidRequest("suffix is not currently supported")
+            raise BadField("suffix is not currently supported", ("suffix",))
         if type(fields.get("prompt")) is not str:
-            raise InvalidRequest("only single string input is supported")
+            raise BadField("only single string input is supported", ("prompt",))
         if self._is_vllms and fields.get("best_of") is not None:
-            raise InvalidRequest("best_of is no longer supported in vLLM backend, removed from vLLM V1 engine")
+            raise BadField("best_of is no longer supported in vLLM backend, removed from vLLM V1 engine", ("best_of",))
         self._check_choices(fields)
         if fields.get("logit_bias") is not None:
-            raise InvalidRequest("logit bias is not supported")
+            raise BadField("logit bias is not supported", ("logit_bias",))
         self._check_logprobs(fields)
 
     def _check_choices(self, fields: Fields) -> None:
         for name in ("n", "best_of"):
             if (fields.get(name) or 1) > 1:
-                raise InvalidRequest(
-                    f"Received {name}={fields[name]}, but only single choice ({name}=1) is currently supported"
+                raise BadField(
+                    f"Received {name}={fields[name]}, but only single choice ({name}=1) is currently supported", (name,)
                 )
 
     def _check_logprobs(self, fields: Fields) -> None:
         if _logprobs(fields) and _LOGPROBS not in self.outputs:
-            raise InvalidRequest("logprobs are currently available only for the vLLM backend")
+            raise BadField("logprobs are currently available only for the vLLM backend", ("logprobs",))
 
     def reader(self, fields: Fields) -> _Reader:
         """Return what reads the responses to one request, and adds up its tokens."""
@@ -242,14 +245,14 @@ class _Chat(_Generation):
 
     def _add_text(self, inputs: Inputs, fields: Fields) -> None:
         asked = {name: fields[name] for name in _OF_MESSAGES if fields.get(name) is not None}
-        self._tensors.add(inputs, _MESSAGES, json.dumps(asked))
+        self._tensors.add(inputs, _MESSAGES, _json(asked))
         # The text takes its place.
         self._tensors.add_required(inputs, _TEXT_INPUT, "")
 
     def _check(self, fields: Fields) -> None:
         self._check_choices(fields)
         if fields.get("logit_bias") is not None:
-            raise InvalidRequest("logit bias is not currently supported")
+            raise BadField("logit bias is not currently supported", ("logit_bias",))
         self._check_logprobs(fields)
 
 
@@ -273,11 +276,13 @@ class _Reader:
         usage = None
         if _TOKENS_IN in response.outputs and _TOKENS_OUT in response.outputs:
             if self._prompt_tokens is None:
-                self._prompt_tokens = self._count(response, _TOKENS_IN)
-            self._completion_tokens += self._count(response, _TOKENS_OUT)
-            usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
+                self._prompt_tokens = _count(response, _TOKENS_IN, self._model)
+            self._completion_tokens += _count(response, _TOKENS_OUT, self._model)
+            counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._completion_tokens}
+            usage = usage_in(counts, self._model)
         reason = self._text(response, "finish_reason")
-        return Piece(self._delta(text), 0, reason or None, self._logprobs(response), usage)
+        logprobs, extra_bytes = self._logprobs(response)
+        return Piece(self._delta(text), 0, reason or None, logprobs, usage, extra_bytes)
 
     def _delta(self, text: str) -> dict[str, Any]:
         if self._call is None:
@@ -291,21 +296,23 @@ class _Reader:
             return None
         return str(only_string(response, name, self._model), "utf-8", "replace")
 
-    def _count(self, response: Response, name: str) -> int:
-        values = numbers(response, name, self._model)
-        if values.size != 1 or values.dtype.kind not in "iu" or values[0] < 0:
-            raise ModelError(f"the output '{name}' of model '{self._model}' must be one number of tokens")
-        return int(values[0])
-
-    def _logprobs(self, response: Response) -> dict[str, Any] | None:
-        """Return vLLM's form, a dict of alternatives by the token's id for each token, in OpenAI's."""
+    def _logprobs(self, response: Response) -> tuple[dict[str, Any] | None, int]:
+        """Return vLLM's form, a dict of alternatives by the token's id for each token, in OpenAI's, with about the
+        memory that it takes beyond its text.
+        """
         text = self._text(response, _LOGPROBS)
         if text is None or text == "null":
-            return None
+            return None, 0
+        raw = text.encode()
+        value = value_of(raw, self._model)
         try:
-            found = [_alternatives(each) for each in parsed_json(text) if each]
-        except (ValueError, TypeError, KeyError, AttributeError):
+            found = [_alternatives(each) for each in value if each]
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise ModelError(f"the output 'logprobs' of model '{self._model}' is not in vLLM's form") from None
+        token_bytes = sum(len(token) for each in found for token, _ in each)
+        return self._in_openais(found), held_bytes_of(raw) + token_bytes * _LISTED_BYTES
+
+    def _in_openais(self, found: Sequence[list[tuple[str, float]]]) -> dict[str, Any]:
         if self._is_chat:
             return {"content": [{**_token(*each[0]), "top_logprobs": [_token(*one) for one in each]} for each in found]}
         offsets = []
@@ -318,6 +325,13 @@ class _Reader:
             "tokens": [each[0][0] for each in found],
             "top_logprobs": [dict(each) for each in found],
         }
+
+
+def _count(response: Response, name: str, model: str) -> int:
+    values = numbers(response, name, model)
+    if values.size != 1 or values.dtype.kind not in "iu" or values[0] < 0:
+        raise ModelError(f"the output '{name}' of model '{model}' must be one number of tokens")
+    return int(values[0])
 
 
 def _alternatives(token: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
@@ -358,17 +372,24 @@ class _Embedding:
         """Return the row, which comes as JSON. Raises `ModelError`."""
         model = self._tensors.model
         try:
-            text = bytes(only_string(response, _TEXT_OUTPUT, model))
-            row = np.array(parsed_json(text), np.float32)
-        except (ValueError, TypeError):
+            row = np.array(value_of(only_string(response, _TEXT_OUTPUT, model), model), np.float32)
+        except (ValueError, TypeError, OverflowError):
             raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers") from None
         if row.ndim != 1 or not row.size:
             raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers")
-        tokens = None
-        if _TOKENS_IN in response.outputs:
-            counted = numbers(response, _TOKENS_IN, model)
-            tokens = int(counted[0]) if counted.size else None
+        if _TOKENS_IN not in response.outputs:
+            return row.reshape(1, -1), None
+        tokens = _count(response, _TOKENS_IN, model)
+        usage_in({"prompt_tokens": tokens}, model)
         return row.reshape(1, -1), tokens
+
+
+def _json(value: Fields) -> str:
+    """Return fields of a request as JSON. Raises `BadField`."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise BadField("the body is nested too deeply") from None
 
 
 def _max_tokens(fields: Fields) -> int:
@@ -415,12 +436,12 @@ def _guide(fields: Fields) -> tuple[str | None, str | None]:
     """
     tool = _forced(fields)
     if tool is not None:
-        return "json_schema", json.dumps(tool.get("parameters") or {"type": "object"})
+        return "json_schema", _json(tool.get("parameters") or {"type": "object"})
     form = fields.get("response_format")
     if type(form) is not dict:
         return None, None
     if form.get("type") == "json_schema" and type(form.get("json_schema")) is dict:
-        return "json_schema", json.dumps(form["json_schema"].get("schema") or {"type": "object"})
+        return "json_schema", _json(form["json_schema"].get("schema") or {"type": "object"})
     return ("json", None) if form.get("type") == "json_object" else (None, None)
 
 

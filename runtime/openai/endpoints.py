@@ -18,7 +18,7 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 from moonpool.runtime.model.request import Response, WireTensor
-from moonpool.runtime.openai.pieces import Piece, object_of, piece_of
+from moonpool.runtime.openai.pieces import Piece, check_size, object_of, piece_of
 
 REQUEST, TEXTS, FILE, EMBEDDING = "request", "texts", "file", "embedding"
 # The output of each endpoint that answers with pieces.
@@ -194,13 +194,16 @@ def strings(values: Sequence[bytes], rank: int) -> WireTensor:
 
 
 def only_string(response: Response, output: str, model: str) -> memoryview:
-    """Return the only element of an output of strings, to be copied: the stub may write to it. Raises `ModelError`."""
+    """Return the only element of an output of strings, to be copied: the stub may write to it. Raises `ModelError`,
+    also for one that is larger than a piece may be.
+    """
     tensor = response.outputs.get(output)
     if not isinstance(tensor, WireTensor) or tensor.datatype != BYTES:
         raise ModelError(f"the response of model '{model}' has no strings in the output '{output}'")
     raw = memoryview(tensor.raw).cast("B")
     if len(raw) < 4 or int.from_bytes(raw[:4], "little") != len(raw) - 4:
         raise ModelError(f"the output '{output}' of model '{model}' must have one string")
+    check_size(len(raw) - 4, model)
     return raw[4:]
 
 

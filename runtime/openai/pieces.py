@@ -86,31 +86,45 @@ def piece_of(raw: memoryview, model: str) -> Piece:
         raise _bad(model, "'finish_reason' must be a text")
     if logprobs is not None and type(logprobs) is not dict:
         raise _bad(model, "'logprobs' must be an object")
-    usage = _usage(fields.get("usage"), model)
+    usage = usage_in(fields.get("usage"), model)
     speech = None if _SPEECH.isdisjoint(fields) else _speech(fields, model)
-    extra_bytes = 0 if logprobs is None and speech is None else _containers(raw) * _CONTAINER_BYTES
+    extra_bytes = 0 if logprobs is None and speech is None else held_bytes_of(raw)
     return Piece(delta, index, reason, logprobs, usage, extra_bytes, speech)
 
 
 def object_of(raw: memoryview, model: str) -> dict[str, Any]:
     """Return the fields of a piece. Raises `ModelError`."""
-    if len(raw) > MOST_PIECE_BYTES:
-        raise _bad(model, f"it has {len(raw)} bytes, and {MOST_PIECE_BYTES} are the most")
-    # A copy, made once its size is known to be right: the stub may write to its memory.
-    data = bytes(raw)
-    if len(data) > _MOST_CONTAINERS and _containers(data) > _MOST_CONTAINERS:
-        raise _bad(model, f"it has more than {_MOST_CONTAINERS} arrays and objects")
-    try:
-        fields = parsed_json(data)
-    except ValueError as error:
-        raise _bad(model, f"it is no JSON: {error}") from None
+    fields = value_of(raw, model)
     if type(fields) is not dict:
         raise _bad(model, "it is no object")
     return fields
 
 
-def _containers(data: bytes | memoryview) -> int:
-    data = bytes(data)
+def value_of(raw: bytes | memoryview, model: str) -> Any:
+    """Return the value of a JSON that a model has written. Raises `ModelError`."""
+    # A copy: the stub may write to its memory.
+    data = bytes(raw)
+    if len(data) > _MOST_CONTAINERS and _containers(data) > _MOST_CONTAINERS:
+        raise _bad(model, f"it has more than {_MOST_CONTAINERS} arrays and objects")
+    try:
+        return parsed_json(data)
+    except ValueError as error:
+        raise _bad(model, f"it is no JSON: {error}") from None
+
+
+def check_size(size_bytes: int, model: str) -> None:
+    """Raise `ModelError` if a piece is too large to be read."""
+    if size_bytes > MOST_PIECE_BYTES:
+        raise _bad(model, f"it has {size_bytes} bytes, and {MOST_PIECE_BYTES} are the most")
+
+
+def held_bytes_of(raw: bytes | memoryview) -> int:
+    """Return about the memory that the value of a JSON takes beyond its text."""
+    return _containers(raw) * _CONTAINER_BYTES
+
+
+def _containers(raw: bytes | memoryview) -> int:
+    data = bytes(raw)
     return data.count(b"[") + data.count(b"{")
 
 
@@ -170,7 +184,8 @@ def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= _MOST_SECONDS
 
 
-def _usage(usage: object, model: str) -> dict[str, int] | None:
+def usage_in(usage: object, model: str) -> dict[str, int] | None:
+    """Return the counts of tokens that a model tells. Raises `ModelError`."""
     if usage is None:
         return None
     if not isinstance(usage, Mapping):

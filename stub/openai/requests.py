@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from moonpool.stub.openai.pieces import BadRequest
+
 # The JSON form of an object.
 Json = dict[str, Any]
 
@@ -46,7 +48,10 @@ class OpenAIRequest(Mapping[str, Any]):
     def _all(self) -> Json:
         fields = self._fields
         if fields is None:
-            fields = self._fields = json.loads(self._text)
+            try:
+                fields = self._fields = json.loads(self._text)
+            except RecursionError:
+                raise BadRequest("the body is nested too deeply") from None
             self._text = b""
         return fields
 

@@ -1,4 +1,4 @@
-"""Answers chats with the bytes that the last message says, without moonpool's own writer of pieces."""
+"""Answers chats and rankings with the bytes that the last message or the query says, without a writer of pieces."""
 
 import json
 
@@ -11,7 +11,8 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             body = pb_utils.get_input_tensor_by_name(request, "request").as_numpy()[0]
-            asked = json.loads(body)["messages"][-1]["content"]
+            fields, (self.output,) = json.loads(body), request.requested_output_names()
+            asked = fields["query"] if self.output == "ranking" else fields["messages"][-1]["content"]
             if asked.startswith("large "):
                 self._send(sender, b'{"content":"' + b"x" * int(asked[6:]) + b'"}')
             elif asked.startswith("many "):
@@ -25,7 +26,6 @@ class TritonPythonModel:
                     self._send(sender, bytes.fromhex(piece))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    @staticmethod
-    def _send(sender, piece):
-        tensor = pb_utils.Tensor("chat", np.array([piece], np.object_))
+    def _send(self, sender, piece):
+        tensor = pb_utils.Tensor(self.output, np.array([piece], np.object_))
         sender.send(pb_utils.InferenceResponse([tensor]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from moonpool.runtime.errors import ModelError, ModelNotFound
-from moonpool.runtime.hosting.model_control import version_of
 from moonpool.runtime.model.details import details_of, with_parameters
 from moonpool.runtime.model.request import Response, WireTensor
 from moonpool.runtime.openai.conventions import endpoints_of
@@ -24,6 +24,8 @@ from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tracing.trace import Trace
 
 Fields = Mapping[str, Any]
+# As many digits as any version may have.
+_VERSION = re.compile("[0-9]{1,18}")
 TURN = 64
 """Responses that are handled at once if they are there at once. More would hold the loop."""
 
@@ -39,10 +41,10 @@ class ModelAsker:
         try:
             hosted: Hosted = self._service.models.find(name)
         except ModelNotFound:
-            base, colon, version = name.rpartition(":")
-            if not colon or not version.isdecimal():
+            base, _, version = name.rpartition(":")
+            if _VERSION.fullmatch(version) is None or not base:
                 raise NoSuchModel(name) from None
-            hosted = self._service.models.find(base, version_of(version))
+            hosted = self._service.models.find(base, int(version))
         return hosted, endpoints_of(hosted.model)
 
     def find_text(self, name: str, method: str) -> tuple[Hosted, TextEndpoint]:

@@ -107,9 +107,9 @@ class EventStream:
                     for place, stream in enumerate(streams):
                         group.create_task(self._send(stream, place))
             self._write(self._writer.last())
-        except BaseExceptionGroup as errors:
+        except ExceptionGroup as errors:
             self._fail(errors.exceptions[0])
-        except MoonpoolError as error:
+        except Exception as error:
             self._fail(error)
         finally:
             self._timer.cancel()
@@ -146,11 +146,13 @@ class EventStream:
         exchange.send(events)
         self._sent_s = time.monotonic()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         """Send an error as the last event, unless nothing was sent."""
         exchange = self._exchange
         if not exchange.status:
             raise error
+        if not isinstance(error, MoonpoolError):
+            _log.error("answering %r failed", exchange.head.target[:200], exc_info=error)
         exchange.has_failed = True
         exchange.send(reply_of(error).event)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from secrets import token_hex
 from typing import Any
 
@@ -221,7 +222,7 @@ def _texts_in(fields: Fields, *, takes_tokens: bool) -> list[Any]:
 
 def _read_ranking(body: Body) -> tuple[Fields, bytes]:
     fields = _fields(body)
-    if "documents" not in fields and "texts" in fields:
+    if fields.get("documents") is None and "texts" in fields:
         fields["documents"] = fields.pop("texts")
     check_rerank(fields)
     if len(fields["documents"]) > _MOST_DOCUMENTS:
@@ -268,7 +269,7 @@ def _ranking(fields: Fields, answer: Mapping[str, Any], name: str) -> Fields:
     if (
         type(scores) is not list
         or len(scores) != len(documents)
-        or any(type(score) not in (int, float) for score in scores)
+        or any(type(score) not in (int, float) or not abs(score) < inf for score in scores)
     ):
         raise ModelError(f"model '{name}' did not score each of the {len(documents)} documents")
     order = sorted(range(len(documents)), key=scores.__getitem__, reverse=True)

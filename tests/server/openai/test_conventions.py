@@ -15,6 +15,7 @@ from tests.server.openai.test_texts import COMPLETIONS, chunks
 import moonpool
 
 MODEL = Path(__file__).parents[2] / "models" / "generator.py"
+TOLD = MODEL.with_name("told_tensors.py")
 FLAGS = ("stream", "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
 COUNTS = ("num_input_tokens", "num_output_tokens")
 DECOUPLED = {"model_transaction_policy": {"decoupled": True}}
@@ -57,6 +58,19 @@ EMBEDS: dict[str, Any] = {
     "output": [tensor("text_output", "STRING", 1), tensor("num_input_tokens", "UINT32", 1)],
     **WHOLE,
 }
+HOSTILE: dict[str, Any] = {
+    "input": [tensor("text_input", "STRING", 1), tensor("sampling_parameters", "STRING", 1, optional=True)],
+    "output": [
+        *(tensor(name, "STRING", 1) for name in ("text_output", "logprobs")),
+        *(tensor(name, "UINT64", 1) for name in COUNTS),
+    ],
+    **DECOUPLED,
+}
+HOSTILE_EMBEDS: dict[str, Any] = {
+    "input": [tensor("embedding_request", "STRING", 1)],
+    "output": [tensor("text_output", "STRING", 1), tensor("num_input_tokens", "FP32", 1)],
+    **DECOUPLED,
+}
 NEEDS_MORE = {**TRTLLM, "input": [*TRTLLM["input"], tensor("odd", "FP32", 1)]}
 
 
@@ -73,6 +87,8 @@ def serving() -> Iterator[Serving]:
     with moonpool.Runtime() as runtime:
         for name, config in configs.items():
             runtime.load(name, str(MODEL), config=config)
+        runtime.load("hostile", str(TOLD), config=HOSTILE)
+        runtime.load("hostile_embeds", str(TOLD), config=HOSTILE_EMBEDS)
         with Serving(runtime) as made:
             yield made
 
@@ -170,7 +186,8 @@ def test_logprobs_come_in_openais_form(serving: Serving) -> None:
 def test_what_these_models_cannot_do_is_refused(serving: Serving, fields: dict[str, Any], text: str) -> None:
     reply = ask(serving, "flat", **fields)
 
-    assert (reply.status, reply.value["error"]["message"]) == (400, text)
+    error = reply.value["error"]
+    assert (reply.status, error["message"], error["param"]) == (400, text, next(iter(fields)))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +200,8 @@ def test_what_these_models_cannot_do_is_refused(serving: Serving, fields: dict[s
 def test_what_tensorrt_llms_models_cannot_do_is_refused(serving: Serving, fields: dict[str, Any], text: str) -> None:
     reply = ask(serving, "trtllm", **fields)
 
-    assert (reply.status, reply.value["error"]["message"]) == (400, text)
+    error = reply.value["error"]
+    assert (reply.status, error["message"], error["param"]) == (400, text, next(iter(fields)))
 
 
 @pytest.mark.parametrize("odd", [5, "x", [], {}, {"type": 1}, {"type": "json_schema", "json_schema": 1}])
@@ -198,7 +216,7 @@ def test_odd_forms_of_an_answer_are_none(serving: Serving, model: str, odd: obje
 def test_a_value_that_does_not_fit_its_tensor_is_refused(serving: Serving) -> None:
     reply = ask(serving, "trtllm", seed=-1)
 
-    assert reply.status == 400
+    assert (reply.status, reply.value["error"]["param"]) == (400, "seed")
     assert "'seed'" in reply.value["error"]["message"]
 
 
@@ -221,3 +239,77 @@ def test_vllms_embeddings(serving: Serving) -> None:
 @pytest.mark.parametrize("model", ["needs_more", "embeds"])
 def test_a_model_with_other_required_inputs_has_no_endpoint(serving: Serving, model: str) -> None:
     assert ask(serving, model).value["error"]["code"] == "model_not_found"
+
+
+# Outputs of a hostile model, behind one that is right.
+COUNT = 2**64 - 1
+TELLS: dict[str, dict[str, Any]] = {
+    "more tokens than there can be": {"num_input_tokens": [COUNT], "num_output_tokens": [COUNT]},
+    "logprobs that are none": {"logprobs": ["5"]},
+    "a logarithm of many digits": {"logprobs": ['[{"1":{"decoded_token":"a","logprob":%s}}]' % ("9" * 400)]},
+    "ranks of two kinds": {
+        "logprobs": ['[{"1":{"rank":"x","decoded_token":"a","logprob":1},"2":{"decoded_token":"a","logprob":1}}]']
+    },
+    "logprobs with very many objects": {"logprobs": ["[%s{}]" % ("{}," * (1 << 18))]},
+}
+
+
+@pytest.mark.promise("OpenAI", "No text of a model …")
+@pytest.mark.parametrize("what", TELLS)
+def test_a_wrong_tensor_is_the_models_error(serving: Serving, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    told = {"prompt": json.dumps([{"text_output": ["good"]}, {"text_output": ["bad"], **TELLS[what]}]), "logprobs": 1}
+    whole = ask(serving, "hostile", **told)
+    stream = ask(serving, "hostile", **told, stream=True, stream_options={"include_usage": True})
+
+    assert (whole.status, whole.value["error"]["code"]) == (500, "model_error")
+    events = [json.loads(each.removeprefix("data: ")) for each in stream.body.decode().split("\n\n")[:-1]]
+    assert [each["text"] for each in events[0]["choices"]] == ["good"]
+    assert events[-1]["error"]["code"] == "model_error"
+    assert "answering" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"text_output": ["[1, %s]" % ("9" * 400)]},
+        {"text_output": ["{}"]},
+        {"text_output": ["[1]"], "num_input_tokens": [1e30]},
+        {"text_output": ["[1]"], "num_input_tokens": [-1]},
+    ],
+)
+def test_a_wrong_embedding_is_the_models_error(serving: Serving, told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reply = serving.post("/v1/embeddings", {"model": "hostile_embeds", "input": json.dumps([told])})
+
+    assert (reply.status, reply.value["error"]["code"]) == (500, "model_error")
+    assert "answering" not in caplog.text
+
+
+@pytest.mark.promise("OpenAI", "Pieces, answers and what …")
+def test_a_large_text_is_refused_unread() -> None:
+    # A server of its own: its regions grow.
+    with moonpool.Runtime() as runtime:
+        runtime.load("hostile", str(TOLD), config=HOSTILE)
+        with Serving(runtime) as serving:
+            reply = ask(serving, "hostile", prompt=json.dumps([{"text_output": ["x", 9 << 20]}]), stream=True)
+
+    assert (reply.status, reply.value["error"]["code"]) == (500, "model_error")
+    assert "8388608 are the most" in reply.value["error"]["message"]
+
+
+def test_a_token_without_a_text_keeps_its_logprobs(serving: Serving) -> None:
+    logprobs = ['[{"1":{"decoded_token":"a","logprob":-1}}]']
+    counts = {"num_input_tokens": [1], "num_output_tokens": [1]}
+    prompt = json.dumps([{"text_output": [text], "logprobs": logprobs, **counts} for text in ("", "aa")])
+    whole = ask(serving, "hostile", prompt=prompt, logprobs=1).value["choices"][0]
+    streamed = chunks(ask(serving, "hostile", prompt=prompt, logprobs=1, stream=True).body)
+
+    assert whole["logprobs"]["tokens"] == ["a", "a"]
+    assert [each["choices"][0]["logprobs"] is None for each in streamed] == [False, False, True]
+
+
+def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(serving: Serving) -> None:
+    body = b'{"model":"flat","prompt":"x","odd":%b%b}' % (b"[" * 1000, b"]" * 1000)
+    reply = serving.ask("POST", COMPLETIONS, body)
+
+    assert (reply.status, reply.value["error"]["type"]) == (400, "invalid_request_error")
+    assert "nested too deeply" in reply.value["error"]["message"]

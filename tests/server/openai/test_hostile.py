@@ -26,7 +26,7 @@ MODELS = Path(__file__).parents[2] / "models"
 CHAT = "/v1/chat/completions"
 RAW: Any = {
     "input": [{"name": "request", "data_type": "TYPE_STRING", "dims": [1]}],
-    "output": [{"name": "chat", "data_type": "TYPE_STRING", "dims": [1]}],
+    "output": [{"name": name, "data_type": "TYPE_STRING", "dims": [1]} for name in ("chat", "ranking")],
     "model_transaction_policy": {"decoupled": True},
 }
 
@@ -97,6 +97,14 @@ def test_a_piece_that_is_wrong_is_the_models_error(serving: Serving, what: str) 
     assert found[1]["choices"][0]["delta"] == {"content": "good"}
     assert found[-1]["error"]["code"] == "model_error"
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("scores", ["[1]", "[1,NaN]", "[1,-Infinity]", "[1,%s]" % ("9" * 400), '[1,"2"]', "{}"])
+def test_a_score_that_is_none_is_the_models_error(serving: Serving, scores: str) -> None:
+    query = b'{"scores":%b}' % scores.encode()
+    reply = serving.post("/v1/rerank", {"model": "raw", "query": query.hex(), "documents": ["a", "b"]})
+
+    assert (reply.status, reply.value["error"]["code"]) == (500, "model_error")
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ WRONG = [
     (chat("x", tool_choice="required"), 400, "tool_choice", "invalid_value"),
     (chat("x", tool_choice={"function": "x"}, tools=[{}]), 400, "tool_choice", "invalid_value"),
     (chat("x", model="nobody"), 400, "model", "model_not_found"),
+    *((chat("x", model=f"writer:{version}"), 400, "model", "model_not_found") for version in ("9" * 30, "٣", "2", "")),
     (chat("x", model="add_sub"), 400, "model", "model_not_found"),
 ]
 
@@ -226,6 +227,14 @@ def test_a_body_that_is_no_request_is_refused(serving: Serving, body: bytes) -> 
 
     assert reply.status in (400, 422)
     assert reply.value["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(serving: Serving) -> None:
+    body = json.dumps(chat("x"))[:-1] + ',"odd":' + "[" * 1000 + "]" * 1000 + "}"
+    reply = serving.ask("POST", CHAT, body.encode())
+
+    assert (reply.status, reply.value["error"]["type"]) == (400, "invalid_request_error")
+    assert "nested too deeply" in reply.value["error"]["message"]
 
 
 def test_a_text_that_cannot_be_written_is_the_clients_mistake(
