@@ -81,6 +81,7 @@ SECTIONS = {
         "site/WIRE",
         "site/STATES",
         "site/THREADS",
+        "site/CONFIG_FIELDS",
         "site/PROTOCOL_DIFFERENCES",
         "site/BENCH_FILES",
         "decisions/README",
