@@ -69,8 +69,12 @@ def shown(text: str) -> dict[str, tuple[str, set[str]]]:
 
 def documented() -> dict[str, tuple[str, set[str]]]:
     page = (DOCS / "MONITORING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]+) \| \S.*\|$", page, re.MULTILINE)
-    return {name: (kind, set(labels.split(", ")) - {"none"}) for name, kind, labels in rows}
+    found = {}
+    for further, table in re.findall(r"^\| metric \| type \| (further )?labels .+\n((?:\|.*\n)+)", page, re.MULTILINE):
+        common = {"model", "version"} if further else set()
+        for name, kind, own in re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*)\| \S.*\|$", table, re.MULTILINE):
+            found[name] = (kind, {*own.strip().split(", "), *common} - {"", "none"})
+    return found
 
 
 def queries(thing: Any) -> list[str]:
