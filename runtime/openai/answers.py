@@ -77,13 +77,14 @@ class TextAnswer:
     def chunks(self, piece: Piece, place: int) -> list[Json]:
         """Return the choice of each chunk for a piece of the answer to the prompt at `place`. Raises `ModelError`."""
         index = place * self._most_choices + piece.choice
-        if self._is_usage_alone(piece, place):
+        if piece.usage is not None and self._is_usage_alone(piece, place):
             return []
         begins = index not in self._choices
         choice = self._choice(piece, place)
         made = self._first(index) if begins else []
         if piece.delta or piece.logprobs:
-            self._name_calls(choice, piece)
+            if "tool_calls" in piece.delta:
+                self._name_calls(choice, piece)
             made.append(self._chunk(index, piece.delta, piece.logprobs))
         if choice.finish_reason is not None:
             made.append(self._chunk(index, {}, None, choice.finish_reason))
@@ -182,7 +183,10 @@ class TextAnswer:
                 f"model '{self._model}' answered with a piece of choice {piece.choice}, and the client wants "
                 f"{self._most_choices}"
             )
-        choice = self._choices.setdefault(place * self._most_choices + piece.choice, _Choice())
+        index = place * self._most_choices + piece.choice
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = _Choice()
         if choice.finish_reason is not None:
             raise ModelError(f"model '{self._model}' answered with a piece of choice {piece.choice} after the last one")
         choice.finish_reason = piece.finish_reason

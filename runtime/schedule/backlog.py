@@ -117,11 +117,11 @@ def held_bytes(outcome: Outcome) -> int:
     """Return about the bytes that an outcome takes in this process, without the memory of its instance."""
     if not isinstance(outcome, Response):
         return RESPONSE_BYTES + sys.getsizeof(str(outcome))
-    size_bytes = RESPONSE_BYTES
+    size_bytes = RESPONSE_BYTES + _TENSOR_BYTES * len(outcome.outputs)
     for array in outcome.outputs.values():
-        size_bytes += _TENSOR_BYTES
         if type(array) is np.ndarray and array.dtype.hasobject:
             size_bytes += array.nbytes + sum(map(sys.getsizeof, array.flat))
-    for name, value in outcome.parameters.items():
-        size_bytes += sys.getsizeof(name) + sys.getsizeof(value) + 100
+    if outcome.parameters:
+        for name, value in outcome.parameters.items():
+            size_bytes += sys.getsizeof(name) + sys.getsizeof(value) + 100
     return size_bytes

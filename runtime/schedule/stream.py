@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,21 @@ class StreamWaiter(Waiter):
             self._reactor.call_soon(self._ring)
         elif not self._count or self._count == _MANY:
             self._ring()
+
+    def take_ready(self, most: int) -> list[Response]:
+        """Take at most so many responses, and none behind an error or the end. For the consumer."""
+        waiting = self.waiting
+        taken: list[Response] = []
+        with suppress(IndexError):  # there are no more
+            while len(taken) < most and type(waiting[0]) is Response:
+                outcome = waiting.popleft()
+                if type(outcome) is not Response:  # the backlog was full right then
+                    waiting.appendleft(outcome)
+                    break
+                taken.append(outcome)
+        if taken:
+            self.backlog.taken_bytes += sum(map(held_bytes, taken))
+        return taken
 
     def _overflow(self, error: BacklogFull) -> None:
         self.waiting.clear()
@@ -174,10 +190,9 @@ class ResponseStream:
 
     # For event loops
 
-    @property
-    def has_next(self) -> bool:
-        """Return whether the next response, an error or the end, is there already."""
-        return bool(self._waiter.waiting)
+    def _take_ready(self, most: int) -> list[Response]:
+        """Take the responses that are there already, at most so many, and none behind an error or the end."""
+        return self._waiter.take_ready(most)
 
     def __aiter__(self) -> ResponseStream:
         return self

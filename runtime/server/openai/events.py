@@ -67,7 +67,8 @@ class ChunkWriter:
 
     def of(self, piece: Piece, place: int) -> list[bytes]:
         """Return a chunk for each choice of `TextAnswer.chunks`."""
-        return [self._event(choice) for choice in self._answer.chunks(piece, place)]
+        choices = self._answer.chunks(piece, place)
+        return [self._event(choices[0])] if len(choices) == 1 else [self._event(each) for each in choices]
 
     def at_end(self, place: int) -> list[bytes]:
         """Return a chunk for each choice of `TextAnswer.end_chunks`."""
@@ -117,15 +118,13 @@ class EventStream:
 
     async def _send(self, stream: ResponseStream, place: int) -> None:
         exchange = self._exchange
+        piece_of, events_of = self._readers[place].piece, self._writer.of
         events: list[bytes] = []
-        count = 0
         try:
-            async for response in stream:
-                piece = self._readers[place].piece(response)
-                events += self._writer.of(piece, place)
-                count += 1
-                if count % TURN and stream.has_next:
-                    continue
+            async for first in stream:
+                events += events_of(piece_of(first), place)
+                for response in stream._take_ready(TURN - 1):
+                    events += events_of(piece_of(response), place)
                 self._write(b"".join(events))
                 events.clear()
                 if exchange.unsent_bytes > _MOST_UNSENT_BYTES:

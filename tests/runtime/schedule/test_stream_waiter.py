@@ -12,6 +12,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.model.request import Response
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.schedule import stream
+from moonpool.runtime.schedule.backlog import held_bytes
 from moonpool.runtime.schedule.stream import StreamWaiter
 
 
@@ -87,6 +88,20 @@ def test_the_last_one_wakes_it_at_once(waiter: StreamWaiter, outcome: Any) -> No
     assert rings(waiter)
     waiter.resolve(outcome)
     assert rings(waiter)
+
+
+def test_responses_are_taken_together_up_to_an_error(waiter: StreamWaiter) -> None:
+    respond(waiter, 3)
+    error = MoonpoolError("no")
+    waiter.respond(error)
+    respond(waiter)
+    taken = waiter.take_ready(2) + waiter.take_ready(9)
+    assert len(taken) == 3
+    assert waiter.take_ready(9) == []
+    assert waiter.waiting.popleft() is error
+    assert len(waiter.take_ready(9)) == 1
+    assert waiter.take_ready(9) == []
+    assert waiter.backlog.waiting_bytes == held_bytes(error)
 
 
 def test_a_consumer_that_sleeps_after_each_response_misses_none() -> None:
