@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -100,6 +100,19 @@ async def only(stream: ResponseStream, account: AnswerAccount) -> Response:
         await account.take(response)
         return response
     raise ModelError("the model gave no answer")
+
+
+async def together(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Await the answers to several prompts at once. If one fails, cancels the others and raises its error."""
+    if len(coroutines) == 1:
+        await coroutines[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in coroutines:
+                group.create_task(each)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class AnswerAccount:

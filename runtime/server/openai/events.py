@@ -25,7 +25,7 @@ from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
-from moonpool.runtime.server.openai.asking import TURN
+from moonpool.runtime.server.openai.asking import TURN, together
 from moonpool.runtime.server.openai.errors import reply_of
 
 _log = RuntimeLog("moonpool")
@@ -101,15 +101,8 @@ class EventStream:
         exchange = self._exchange
         self._look_in(_SILENCE_S)
         try:
-            if len(streams) == 1:
-                await self._send(streams[0], 0)
-            else:
-                async with asyncio.TaskGroup() as group:
-                    for place, stream in enumerate(streams):
-                        group.create_task(self._send(stream, place))
+            await together([self._send(stream, place) for place, stream in enumerate(streams)])
             self._write(self._writer.last())
-        except ExceptionGroup as errors:
-            self._fail(errors.exceptions[0])
         except Exception as error:
             self._fail(error)
         finally:

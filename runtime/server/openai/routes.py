@@ -26,12 +26,14 @@ from moonpool.runtime.errors import ModelError
 from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
 from moonpool.runtime.openai.endpoints import PieceEndpoint
 from moonpool.runtime.openai.fields import BadField, check_chat, check_completion, check_embeddings, check_rerank
+from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.head import JSON, Body
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson, dumps, loads
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
-from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks, only
+from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks, only, together
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.openai.events import ChunkWriter, EventStream, answered, json_reply
+from moonpool.runtime.server.openai.meter import CountingReader
 from moonpool.runtime.server.openai.models import OpenAIModels
 from moonpool.runtime.server.openai.transcripts import Transcriptions
 from moonpool.runtime.server.service import Service
@@ -108,12 +110,7 @@ class OpenAIEndpoints:
                 await EventStream(request, ChunkWriter(answer), readers).send(streams)
                 return None
             account = AnswerAccount(exchange.limits.json_bytes)
-            for place, (stream, reader) in enumerate(made):
-                async for response in stream:
-                    piece = reader.piece(response)
-                    await account.take(response, piece.extra_bytes)
-                    answer.add(piece, place)
-                answer.end(place)
+            await together([_collect(answer, place, *each, account) for place, each in enumerate(made)])
         return json_reply(answer.whole())
 
     # Numbers
@@ -231,6 +228,17 @@ def _read_ranking(body: Body) -> tuple[Fields, bytes]:
 
 
 # Answers
+
+
+async def _collect(
+    answer: TextAnswer, place: int, stream: ResponseStream, reader: CountingReader, account: AnswerAccount
+) -> None:
+    """Add the pieces of the answer to one prompt as they come."""
+    async for response in stream:
+        piece = reader.piece(response)
+        await account.take(response, piece.extra_bytes)
+        answer.add(piece, place)
+    answer.end(place)
 
 
 async def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32], int | None]]) -> bytes:

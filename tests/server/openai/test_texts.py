@@ -299,6 +299,28 @@ def test_an_error_in_a_stream_is_its_last_event(serving: Serving) -> None:
     assert "half" in events[1]
 
 
+PROMPTS = """
+import asyncio
+
+class Prompts:
+    async def complete(self, request):
+        if request.prompt == "waits":
+            await asyncio.Event().wait()
+        raise ValueError("no idea")
+        yield
+"""
+
+
+def test_an_error_for_one_prompt_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    with moonpool.Runtime() as runtime:
+        runtime.load("prompts", str(tmp_path / "prompts.py"))
+        with Serving(runtime) as serving:
+            reply = serving.post(COMPLETIONS, {"model": "prompts", "prompt": ["waits", "raises"]})
+
+    assert (reply.status, reply.value["error"]["code"]) == (500, "model_error")
+
+
 def test_a_number_that_cannot_be_written_is_the_models_mistake(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
