@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 
 from moonpool.ipc.policy import LEVELS
@@ -434,13 +434,12 @@ def page() -> str:
     lines = [
         "# Options of `moonpool serve`",
         "",
-        "A flag that tritonserver has too has the same name here. An option can be set in three places: on the",
-        "command line (`--http-port=9000` or `--http-port 9000`), in the environment",
-        f"(`{PREFIX}HTTP_PORT=9000`), and in the TOML file that `--config` or `{PREFIX}CONFIG`",
-        "names (`http-port = 9000`). The command line overrides the environment, and the environment overrides the file. An option marked",
-        "*many* may be given several times on the command line; in the environment its values are separated by `;`, in the file",
-        "they are an array. Values from two places are not joined. Only `--model-option` adds up, because each option of each",
-        "model stands for itself. A misspelt option is an error in every place. [SERVING](SERVING.md) shows how they are used.",
+        "A flag of tritonserver has the same name here. Set an option on the command line (`--http-port=9000` or",
+        f"`--http-port 9000`), in the environment (`{PREFIX}HTTP_PORT=9000`), or in the TOML file that `--config`",
+        f"or `{PREFIX}CONFIG` names (`http-port = 9000`). The command line overrides the environment, which overrides",
+        "the file. An option marked *many* may be given several times on the command line; in the environment its values",
+        "are separated by `;`, in the file they are an array. Values from two places are not joined, but for",
+        "`--model-option`. A misspelt option is an error in every place. [SERVING](SERVING.md) shows how they are used.",
     ]
     defaults = {field.name: field.default for field in fields(ServerOptions)}
     group = ""
@@ -459,17 +458,23 @@ def page() -> str:
         "These are accepted so that command lines of tritonserver work. The log says once why each has no effect.",
         "",
     ]
-    lines += ["| Flag | Why |", "| --- | --- |"]
-    lines += [f"| `--{option.flag}` | {option.meaning} |" for option in WITHOUT_EFFECT.values()]
+    lines += reasons(WITHOUT_EFFECT)
     lines += ["", "## Refused", ""]
     lines += [
         "These are refused unless they are false, off or empty. Without them, the server would serve something else.",
         "",
     ]
-    lines += ["| Flag | Why |", "| --- | --- |"]
-    lines += [f"| `--{option.flag}` | {option.meaning} |" for option in REFUSED.values()]
+    lines += reasons(REFUSED)
     lines += ["", "<!-- Made by `python -m moonpool.runtime.server.options.table`. -->", ""]
     return "\n".join(lines)
+
+
+def reasons(options: Mapping[str, ServerOption]) -> list[str]:
+    """Write a table of options, with one row for those that have the same reason."""
+    flags: dict[str, list[str]] = {}
+    for option in options.values():
+        flags.setdefault(option.meaning, []).append(f"`--{option.flag}`")
+    return ["| Flags | Why |", "| --- | --- |", *(f"| {', '.join(names)} | {why} |" for why, names in flags.items())]
 
 
 _INVERSE = {"strict-model-config": " (with a value, true or false)"}
