@@ -91,6 +91,13 @@ def _stop(name: str, value: Any) -> None:
         _text(name, each)
 
 
+def _stream_options(name: str, value: Any) -> None:
+    _object(name, value)
+    wanted = value.get("include_usage")
+    if wanted is not None and type(wanted) is not bool:
+        raise BadField("Input should be a valid boolean", (name, "include_usage"), "bool_type", given=_shown(wanted))
+
+
 def _messages(name: str, value: Any) -> None:
     if type(value) is not list:
         raise BadField("Input should be a valid list", (name,), "list_type", given=_shown(value))
@@ -162,7 +169,7 @@ _GENERATION: dict[str, Check] = {
     "seed": _integer(-_INT64),
     "stop": _stop,
     "stream": _flag,
-    "stream_options": _object,
+    "stream_options": _stream_options,
     "ignore_eos": _flag,
     "user": _text,
 }

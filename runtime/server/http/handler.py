@@ -21,7 +21,7 @@ from moonpool.runtime.server.http.inference import HttpInference, InferTarget
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.http.turns import LONG_BYTES
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
-from moonpool.runtime.server.openai.errors import ErrorReply
+from moonpool.runtime.server.openai.errors import ErrorReply, id_header, id_of
 from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 
@@ -112,7 +112,8 @@ class HttpHandler:
     def failure(self, head: Head, status: int, text: str, headers: Headers) -> tuple[Headers, bytes]:
         """Return an error in the form of the API that was asked."""
         if self._asks_openai(head):
-            return (*JSON, *(each for each in headers if each[0] != b"Content-Type")), ErrorReply(status, text).body
+            others = (each for each in headers if each[0] != b"Content-Type")
+            return (*JSON, *others, *id_header(id_of(head))), ErrorReply(status, text).body
         return headers, error_body(text)
 
     def refuse(self, head: Head) -> BadHttpMessage | None:

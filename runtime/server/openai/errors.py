@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from http import HTTPStatus
+from secrets import token_hex
 
 from moonpool.ipc.errors import Closed, MoonpoolError, OutOfMemory
 from moonpool.runtime.errors import (
@@ -27,7 +28,7 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.openai.endpoints import NoTemplate
 from moonpool.runtime.openai.fields import BadField
-from moonpool.runtime.server.http.head import JSON, Headers
+from moonpool.runtime.server.http.head import JSON, Head, Headers
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
@@ -46,6 +47,7 @@ _TYPES = {
 }
 # As in Triton's front end.
 _WITHOUT_DETAIL = (401, 413)
+_MOST_ID_CHARACTERS = 128
 _CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
 
 
@@ -91,6 +93,19 @@ class ErrorReply:
     def event(self) -> bytes:
         """The event that ends a stream. openai-python raises it, and so does not take what came before for all."""
         return b"data: %b\n\n" % _written({"error": self.error})
+
+
+def id_of(head: Head) -> str:
+    """Return the id of a request: the client's, or one of ours."""
+    given = head.headers.get(b"x-request-id", b"").decode("latin-1")
+    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
+        return given
+    return token_hex(16)
+
+
+def id_header(request_id: str) -> Headers:
+    """Return the header that tells a client the id of its request."""
+    return ((b"x-request-id", request_id.encode("ascii")),)
 
 
 def reply_of(error: BaseException) -> ErrorReply:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from secrets import token_hex
 from typing import Any, Protocol
 
 import orjson
@@ -21,12 +20,11 @@ from moonpool.runtime.openai.answers import TextAnswer
 from moonpool.runtime.openai.endpoints import PieceReader
 from moonpool.runtime.openai.pieces import Piece
 from moonpool.runtime.schedule.stream import ResponseStream
-from moonpool.runtime.server.http.connection import HttpExchange
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.openai.asking import TURN, together
-from moonpool.runtime.server.openai.errors import reply_of
+from moonpool.runtime.server.openai.errors import id_header, id_of, reply_of
 
 _log = RuntimeLog("moonpool")
 _EVENTS: Headers = (
@@ -40,7 +38,6 @@ DONE = b"data: [DONE]\n\n"
 _MOST_UNSENT_BYTES = 64 << 20
 # A proxy may close a connection on which nothing comes for long. Clients skip a comment.
 _SILENCE_S, _COMMENT = 15.0, b":\n\n"
-_MOST_ID_CHARACTERS = 128
 
 
 class EventWriter(Protocol):
@@ -90,7 +87,7 @@ class EventStream:
 
     def __init__(self, request: RouteRequest, writer: EventWriter, readers: Sequence[PieceReader]) -> None:
         self._exchange = request.exchange
-        self._headers = (*_EVENTS, *_id_header(request))
+        self._headers = (*_EVENTS, *id_header(request.id))
         self._writer = writer
         self._readers = readers
         self._sent_s = 0.0
@@ -167,7 +164,7 @@ def answered(
     async def answer(request: RouteRequest) -> RouteReply | None:
         exchange = request.exchange
         exchange.received_ns = time.monotonic_ns()
-        request.id = _id_of(exchange)
+        request.id = id_of(exchange.head)
         try:
             made = await endpoint(request)
         except Exception as error:
@@ -179,7 +176,7 @@ def answered(
             made = RouteReply(refusal.status, refusal.headers, refusal.body)
         if made is None:
             return None
-        return made._replace(headers=(*made.headers, *_id_header(request)))
+        return made._replace(headers=(*made.headers, *id_header(request.id)))
 
     return answer
 
@@ -197,15 +194,3 @@ def written(value: object) -> bytes:
         return orjson.dumps(value)
     except TypeError as error:
         raise ModelError(f"the model's answer cannot be written as JSON: {error}") from None
-
-
-def _id_of(exchange: HttpExchange) -> str:
-    """Return the id of a request: the client's, or one of ours."""
-    given = exchange.head.headers.get(b"x-request-id", b"").decode("latin-1")
-    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
-        return given
-    return token_hex(16)
-
-
-def _id_header(request: RouteRequest) -> Headers:
-    return ((b"x-request-id", request.id.encode("ascii")),)

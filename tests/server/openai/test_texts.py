@@ -196,6 +196,7 @@ WRONG = [
     (chat("x", stream=1), 422, "stream", "bool_type"),
     (chat("x", top_logprobs=0), 400, "top_logprobs", "invalid_value"),
     (chat("x", stream_options={"include_usage": True}), 400, "stream_options", "invalid_value"),
+    (chat("x", stream=True, stream_options={"include_usage": 1}), 422, "stream_options.include_usage", "bool_type"),
     (chat("x", tool_choice="required"), 400, "tool_choice", "invalid_value"),
     (chat("x", tool_choice={"function": "x"}, tools=[{}]), 400, "tool_choice", "invalid_value"),
     (chat("x", model="nobody"), 400, "model", "model_not_found"),
@@ -262,9 +263,10 @@ def test_prompts_do_not_multiply_other_fields(serving: Serving) -> None:
     ("method", "path", "status"), [("GET", CHAT, 405), ("GET", "/v1/x", 404), ("POST", "/v1/models", 405)]
 )
 def test_wrong_paths_and_methods_have_this_form_too(serving: Serving, method: str, path: str, status: int) -> None:
-    reply = serving.ask(method, path, b"")
+    reply = serving.ask(method, path, b"", {"x-request-id": "mine"})
 
     assert (reply.status, reply.value["error"]["type"]) == (status, "invalid_request_error")
+    assert reply.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.promise("OpenAI", "What a model raises before its first piece has a status of its own.")
