@@ -82,6 +82,7 @@ SECTIONS = {
         "site/STATES",
         "site/THREADS",
         "site/CONFIG_FIELDS",
+        "site/SANDBOX_KERNEL",
         "site/PROTOCOL_DIFFERENCES",
         "site/BENCH_FILES",
         "decisions/README",

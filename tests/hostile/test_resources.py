@@ -1,8 +1,8 @@
 """Resources that the kernel counts for all processes of a user, or not at all. A contained model has few of each, or
 none.
 
-Each row of the table in SANDBOX.md has its test here. At `off` the same attempts succeed, which shows that the tests
-can fail.
+Each row of the table in docs/site/SANDBOX_KERNEL.md has its test here. At `off` the same attempts succeed, which shows
+that the tests can fail.
 """
 
 from __future__ import annotations
