@@ -181,7 +181,7 @@ def _templates_in(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _environment() -> Any:
     """Return Jinja's environment as transformers has it. Raises ImportError."""
-    from jinja2 import TemplateError, nodes
+    from jinja2 import TemplateError, nodes, pass_context
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -198,7 +198,15 @@ def _environment() -> Any:
     def raise_exception(text: str) -> None:
         raise TemplateError(text)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    @pass_context
+    def as_it_is(_: object, value: object) -> object:
+        return value
+
+    # Without `optimized`, and with a `finalize` that wants the context, Jinja computes no expression of constants when
+    # the model starts. One may take for ever; then that is a request's time, which has a deadline.
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=as_it_is, extensions=[Generation, loopcontrols]
+    )
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = _strftime_now

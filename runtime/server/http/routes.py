@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
+from moonpool.runtime.server.http.body import ENCODINGS, TooLong, inflate
 from moonpool.runtime.server.http.connection import HttpExchange, error_body, error_headers, http_status
-from moonpool.runtime.server.http.head import JSON, TEXT, Body, Headers, path_of
-from moonpool.runtime.server.http.json_text import dumps, loads
+from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Body, Headers, path_of
+from moonpool.runtime.server.http.json_text import TooMuchJson, dumps, loads
 from moonpool.runtime.server.http.turns import LONG_BYTES
 
 T = TypeVar("T")
@@ -54,10 +56,18 @@ class RouteRequest:
         return await self.read(loads)
 
     async def read(self, function: Callable[[Body], T]) -> T:
-        """Return what a function makes of the body, and raise what it raises. A thread calls it if the body is long."""
-        body = self.exchange.body
-        if len(body) <= LONG_BYTES:
-            return function(body)
+        """Return what a function makes of the body, and raise what it raises. A thread calls it if the body is long or
+        compressed. Raises `InvalidRequest` for a body that cannot be decompressed.
+        """
+        encoding = self.header(b"content-encoding", "identity")
+        if encoding == "identity":
+            body = self.exchange.body
+            if len(body) <= LONG_BYTES:
+                return function(body)
+        elif encoding in ENCODINGS:
+            function = partial(_read_inflated, function, self.exchange.limits.json_bytes)
+        else:
+            raise InvalidRequest(f"the Content-Encoding '{encoding}' is not supported: it may be gzip or deflate")
         return await self._long_bodies.read(self.exchange, function)
 
     def header(self, name: bytes, default: str) -> str:
@@ -69,6 +79,17 @@ class RouteRequest:
         """Return a parameter of the query, the last one of this name."""
         query = self.exchange.head.target.partition(b"?")[2].decode("latin-1")
         return dict(parse_qsl(query, keep_blank_values=True)).get(name)
+
+
+def _read_inflated(function: Callable[[Body], T], limit_bytes: int, body: Body) -> T:
+    """Return what a function makes of a compressed body."""
+    try:
+        inflated = inflate(body, limit_bytes)
+    except TooLong as error:
+        raise TooMuchJson(error.text) from None
+    except BadHttpMessage as error:
+        raise InvalidRequest(error.text) from None
+    return function(inflated)
 
 
 class LongBodies:

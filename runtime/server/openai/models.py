@@ -22,6 +22,7 @@ from moonpool.runtime.model.config.model import name_problem
 from moonpool.runtime.server.http.head import JSON
 from moonpool.runtime.server.http.json_text import dumps
 from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
+from moonpool.runtime.server.openai.asking import ModelAsker
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.service import Service
 
@@ -39,9 +40,10 @@ class NotReady(MoonpoolError):
 class OpenAIModels:
     """The endpoints for models. For the loop's thread."""
 
-    def __init__(self, service: Service, executor: Executor) -> None:
+    def __init__(self, service: Service, asker: ModelAsker, executor: Executor) -> None:
         """`executor` waits for loads."""
         self._service = service
+        self._asker = asker
         self._executor = executor
         self._started = int(time.time())
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -52,10 +54,10 @@ class OpenAIModels:
         return _reply({"object": "list", "data": [self._shown(name) for name in names]})
 
     async def show(self, request: RouteRequest) -> RouteReply:
-        """Describe a model."""
+        """Describe a model, or a version of it."""
         name = _name_in(request)
         try:
-            self._service.models.find(name)
+            self._asker.find(name)
         except ModelNotFound:
             raise NoSuchModel(name, status=HTTPStatus.NOT_FOUND) from None
         return _reply(self._shown(name))

@@ -54,7 +54,7 @@ class OpenAIEndpoints:
     def __init__(self, service: Service, executor: Executor) -> None:
         """`executor` waits for models that are loaded."""
         self._asker = ModelAsker(service)
-        self._models = OpenAIModels(service, executor)
+        self._models = OpenAIModels(service, self._asker, executor)
 
     def routes(self) -> list[Route]:
         """Return the routes of all endpoints."""

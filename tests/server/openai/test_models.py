@@ -57,6 +57,14 @@ def change(serving: Serving, what: str, name: str = "writer", headers: dict[str,
     return serving.post(f"/v1/models/{name}/{what}", b"", headers)
 
 
+def test_a_version_is_shown_as_requests_name_it(serving: Serving) -> None:
+    assert change(serving, "load").status == 200
+
+    assert serving.get("/v1/models/writer:1").value["id"] == "writer:1"
+    assert serving.get("/v1/models/writer:2").status == 404
+    assert serving.get("/v1/models/writer:x").value["error"]["code"] == "model_not_found"
+
+
 @pytest.mark.promise("OpenAI", "`/v1/models/{model}/load` and `/unload` load and unload, and say what was wrong.")
 def test_a_model_is_loaded_and_unloaded(serving: Serving) -> None:
     assert listed(serving) == []

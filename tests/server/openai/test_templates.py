@@ -26,6 +26,7 @@ TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.content == "fails" %}{{ raise_exception("only answers, please") }}{% endif %}
     {%- if message.content == "floods" %}{% for _ in range(99999) %}{{ "x" * 1000 }}{% endfor %}{% endif %}
+    {%- if message.content == "nobody says this" %}{{ 9 ** 9 ** 9 ** 9 }}{{ "x" | center(99999999999) }}{% endif %}
     {%- if message.content == "breaks out" %}{{ ().__class__.__base__.__subclasses__() }}{% endif %}
     {{- "<" + message.role + ">" }}
     {%- if message.role == "assistant" %}{% generation %}{{ message.content }}{% endgeneration %}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,18 @@ def test_a_body_that_is_no_request_is_refused(serving: Serving, body: bytes) -> 
 
     assert reply.status in (400, 422)
     assert reply.value["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_body_may_be_compressed(serving: Serving, encoding: str, pack: Callable[[bytes], bytes]) -> None:
+    headers = {"Content-Encoding": encoding}
+    body = json.dumps(chat("one")).encode()
+
+    assert serving.post(CHAT, pack(body), headers).status == 200
+    assert serving.post(CHAT, pack(body + b" " * (64 << 20)), headers).status == 413
+    assert serving.post(CHAT, body, headers).status == 400
+    unknown = serving.post(CHAT, body, {"Content-Encoding": "br"})
+    assert (unknown.status, "'br' is not supported" in unknown.value["error"]["message"]) == (400, True)
 
 
 def test_a_body_that_is_nested_too_deeply_is_the_clients_mistake(serving: Serving) -> None:
