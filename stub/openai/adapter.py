@@ -20,8 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -270,19 +269,18 @@ async def _all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _cancellable(ask: _Ask, answer: Coroutine[Any, Any, None]) -> None:
-    """Run an answer in a task, which is cancelled when the client leaves."""
+    """Run an answer in this task, which is cancelled when the client leaves."""
     import asyncio
 
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(answer)
-    ask.reply.when_cancelled(partial(_cancel, loop, task))
+    loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
+    ask.reply.when_cancelled(lambda: _cancel(loop, task))
     try:
-        await task
+        await answer
     except asyncio.CancelledError:
         if not ask.reply.is_closed:
             ask.fail(asyncio.CancelledError(), "")
 
 
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
     with suppress(RuntimeError):  # the loop is closed, at the end of the process
         loop.call_soon_threadsafe(task.cancel)
