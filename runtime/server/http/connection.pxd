@@ -6,7 +6,8 @@ cdef class HttpExchange:
     cdef object __weakref__
     cdef object _begun_ns
     cdef HttpConnection _connection
-    cdef public object body, cancel, ended, head, text
+    cdef public object body, cancel, ended, head, own_headers, text
+    cdef bytes _held
     cdef public bint has_failed, is_gone
     cdef public long long received_ns, _length
     cdef public int status

@@ -147,6 +147,7 @@ class HttpExchange:
     __slots__ = (
         "_begun_ns",
         "_connection",
+        "_held",
         "_length",
         "body",
         "cancel",
@@ -154,6 +155,7 @@ class HttpExchange:
         "has_failed",
         "head",
         "is_gone",
+        "own_headers",
         "received_ns",
         "status",
         "text",
@@ -176,6 +178,10 @@ class HttpExchange:
         self.received_ns = 0
         # If it failed after its status had said that it succeeds.
         self.has_failed = False
+        # Headers of this response alone, behind those that others have, too.
+        self.own_headers: Headers = ()
+        # The head of a response that has begun, until it is sent with the first piece of the body.
+        self._held = b""
         # The status of the response, 0 before it has begun; and the bytes that it still lacks, -1 for chunks.
         self.status = 0
         self._length = 0
@@ -204,7 +210,7 @@ class HttpExchange:
             length += len(part)
         self.status = status
         connection = self._connection
-        head = _head(status, headers, length, connection.disposition(self.head))
+        head = _head(status, headers, length, connection.disposition(self.head), self.own_headers)
         if self.head.method == "HEAD":
             connection.write(head)
         elif length <= _JOIN_BYTES:
@@ -219,7 +225,10 @@ class HttpExchange:
         self.respond(status, failure[0], (failure[1],))
 
     def begin(self, status: int, headers: Headers, length: int | None = None) -> None:
-        """Begin a response whose body comes piece by piece: `length` bytes, or chunks if it is None."""
+        """Begin a response whose body comes piece by piece: `length` bytes, or chunks if it is None.
+
+        Its head is sent with the first piece, or at the end.
+        """
         if self.is_gone:
             return
         self.status = status
@@ -233,32 +242,46 @@ class HttpExchange:
             framing = -1 if length is None else length
             self._length = framing
         disposition = self._connection.disposition(self.head)
-        self._connection.write(_head(status, headers, framing, disposition))
+        self._held = _head(status, headers, framing, disposition, self.own_headers)
 
     def send(self, piece: Part) -> None:
         """Send a piece of the body. Callers with many pieces await `writable` in between."""
         if self.is_gone or not len(piece) or self.head.method == "HEAD":
             return
         if self._length == -1:
-            self._connection.write_parts([b"%x\r\n" % len(piece), piece, b"\r\n"])
+            self._write_parts([b"%x\r\n" % len(piece), piece, b"\r\n"], len(piece))
             return
         if self._length >= 0:
             # Neither more nor less than announced: the client would take the next response for the rest.
             piece = piece[: self._length]
             self._length -= len(piece)
-        self._connection.write(piece)
+        self._write_parts([piece], len(piece))
 
-    def finish(self) -> None:
-        """End the body."""
+    def finish(self, last: Part = b"") -> None:
+        """Send the last piece of the body, if there is one, and end it."""
         if self.is_gone:
             return
-        if self.head.method != "HEAD":
-            if self._length == -1:
-                self._connection.write(b"0\r\n\r\n")
-            elif self._length > 0:
+        if self._length == -1 and self.head.method != "HEAD":
+            chunk = [b"%x\r\n" % len(last), last, b"\r\n"] if len(last) else []
+            self._write_parts([*chunk, b"0\r\n\r\n"], len(last))
+        else:
+            self.send(last)
+            if self._held:
+                self._write_parts([], 0)
+            if self._length > 0 and self.head.method != "HEAD":
                 self._connection.abort()
                 return
         self._connection.end(self)
+
+    def _write_parts(self, parts: list[Part], size_bytes: int) -> None:
+        """Write the head, if it was held, and parts with about so many bytes."""
+        if self._held:
+            parts.insert(0, self._held)
+            self._held = b""
+        if size_bytes <= _JOIN_BYTES:
+            self._connection.write(b"".join(parts))
+        else:
+            self._connection.write_parts(parts)
 
     def abort(self) -> None:
         """End the connection, which tells the client that the response is not complete."""
@@ -281,16 +304,22 @@ _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus} | {40
 _heads: Memo[tuple[int, Headers, int | None, bytes], bytes] = Memo(1024)
 
 
-def _head(status: int, headers: Headers, length: int | None, disposition: bytes) -> bytes:
+def _head(status: int, headers: Headers, length: int | None, disposition: bytes, own: Headers = ()) -> bytes:
     """Return status line and headers of a response.
 
     `length` is -1 for chunks, and None if the body ends with the connection. `disposition` is the value of the header
-    `Connection`, if there has to be one.
+    `Connection`, if there has to be one. Headers of `own` are behind all others.
     """
     key = (status, headers, length, disposition)
     known = _heads.get(key)
-    if known is not None:
+    if known is None:
+        known = _heads.keep(key, _made_head(status, headers, length, disposition))
+    if not own:
         return known
+    return b"%b%b\r\n" % (known[:-2], b"".join([b"%b: %b\r\n" % header for header in own]))
+
+
+def _made_head(status: int, headers: Headers, length: int | None, disposition: bytes) -> bytes:
     lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))]
     lines += [b"%b: %b" % header for header in headers]
     if length == -1:
@@ -299,7 +328,7 @@ def _head(status: int, headers: Headers, length: int | None, disposition: bytes)
         lines.append(b"Content-Length: %d" % length)
     if disposition:
         lines.append(b"Connection: " + disposition)
-    return _heads.keep(key, b"\r\n".join([*lines, b"", b""]))
+    return b"\r\n".join([*lines, b"", b""])
 
 
 class HttpConnection:

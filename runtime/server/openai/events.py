@@ -87,9 +87,10 @@ class EventStream:
 
     def __init__(self, request: RouteRequest, writer: EventWriter, readers: Sequence[PieceReader]) -> None:
         self._exchange = request.exchange
-        self._headers = (*_EVENTS, *id_header(request.id))
         self._writer = writer
         self._readers = readers
+        # What is not sent yet.
+        self._events: list[bytes] = []
         self._sent_s = 0.0
         self._timer: asyncio.TimerHandle
 
@@ -98,52 +99,64 @@ class EventStream:
         exchange = self._exchange
         self._look_in(_SILENCE_S)
         try:
-            await together([self._send(stream, place) for place, stream in enumerate(streams)])
-            self._write(self._writer.last())
+            if len(streams) == 1:
+                await self._send(streams[0], 0)
+            else:
+                await together([self._send_whole(stream, place) for place, stream in enumerate(streams)])
+            self._events.append(self._writer.last())
         except Exception as error:
             self._fail(error)
         finally:
             self._timer.cancel()
-        exchange.finish()
+        self._begin()
+        exchange.finish(self._taken())
 
     async def _send(self, stream: ResponseStream, place: int) -> None:
-        exchange = self._exchange
+        """Send the answer to one prompt, but for the events that end it."""
+        exchange, events = self._exchange, self._events
         piece_of, events_of = self._readers[place].piece, self._writer.of
-        events: list[bytes] = []
-        try:
-            async for first in stream:
-                events += events_of(piece_of(first), place)
-                for response in stream._take_ready(TURN - 1):
-                    events += events_of(piece_of(response), place)
-                self._write(b"".join(events))
-                events.clear()
-                if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
-                    exchange.abort()
-                # Pieces may come faster than they can be sent: let other clients have their turn.
-                await asyncio.sleep(0)
-            events += self._writer.at_end(place)
-        finally:
-            # What came before an error comes before it at the client, too.
-            self._write(b"".join(events))
+        async for first in stream:
+            events += events_of(piece_of(first), place)
+            for response in stream._take_ready(TURN - 1):
+                events += events_of(piece_of(response), place)
+            self._write()
+            if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
+                exchange.abort()
+            # Pieces may come faster than they can be sent: let other clients have their turn.
+            await asyncio.sleep(0)
+        events += self._writer.at_end(place)
 
-    def _write(self, events: bytes) -> None:
-        exchange = self._exchange
-        if not events:  # the status waits for the first event
-            return
-        if not exchange.status:
-            exchange.begin(200, self._headers)
-        exchange.send(events)
-        self._sent_s = time.monotonic()
+    async def _send_whole(self, stream: ResponseStream, place: int) -> None:
+        """Send the answer to one prompt beside others, which may take longer."""
+        await self._send(stream, place)
+        self._write()
+
+    def _taken(self) -> bytes:
+        """Take the events that are not sent yet."""
+        events = b"".join(self._events)
+        self._events.clear()
+        return events
+
+    def _begin(self) -> None:
+        if not self._exchange.status:
+            self._exchange.begin(200, _EVENTS)
+
+    def _write(self) -> None:
+        """Send what is there. The status waits for the first event."""
+        if self._events:
+            self._begin()
+            self._exchange.send(self._taken())
+            self._sent_s = time.monotonic()
 
     def _fail(self, error: Exception) -> None:
         """Send an error as the last event, unless nothing was sent."""
         exchange = self._exchange
-        if not exchange.status:
+        if not exchange.status and not self._events:
             raise error
         if not isinstance(error, MoonpoolError):
             _log.error("answering %r failed", exchange.head.target[:200], exc_info=error)
         exchange.has_failed = True
-        exchange.send(reply_of(error).event)
+        self._events.append(reply_of(error).event)
 
     def _look_in(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._beat)
@@ -152,7 +165,8 @@ class EventStream:
         """Send a comment if nothing was sent for long, once the headers are out."""
         left_s = self._sent_s + _SILENCE_S - time.monotonic()
         if left_s <= 0 and self._exchange.status:
-            self._write(_COMMENT)
+            self._exchange.send(_COMMENT)
+            self._sent_s = time.monotonic()
         self._look_in(left_s if left_s > 0 else _SILENCE_S)
 
 
@@ -165,18 +179,16 @@ def answered(
         exchange = request.exchange
         exchange.received_ns = time.monotonic_ns()
         request.id = id_of(exchange.head)
+        exchange.own_headers = id_header(request.id)
         try:
-            made = await endpoint(request)
+            return await endpoint(request)
         except Exception as error:
             if exchange.status:
                 raise
             if not isinstance(error, MoonpoolError):
                 _log.exception("answering %r failed", exchange.head.target[:200])
             refusal = reply_of(error)
-            made = RouteReply(refusal.status, refusal.headers, refusal.body)
-        if made is None:
-            return None
-        return made._replace(headers=(*made.headers, *id_header(request.id)))
+            return RouteReply(refusal.status, refusal.headers, refusal.body)
 
     return answer
 

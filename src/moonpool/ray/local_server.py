@@ -227,13 +227,14 @@ class LocalExchange(HttpExchange):
     def begin(self, status: int, headers: Headers, length: int | None = None) -> None:  # noqa: ARG002
         if not self.is_gone:
             self.status = status
-            self._pipe.put(HttpReply(status, headers))
+            self._pipe.put(HttpReply(status, (*headers, *self.own_headers)))
 
     def send(self, piece: Part) -> None:
         if not self.is_gone and len(piece) and self.head.method != "HEAD":
             self._pipe.put(bytes(piece), len(piece))
 
-    def finish(self) -> None:
+    def finish(self, last: Part = b"") -> None:
+        self.send(last)
         self._end(self.ended)
 
     def abort(self) -> None:

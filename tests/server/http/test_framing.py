@@ -32,15 +32,18 @@ class Wire:
     """Stands for a transport."""
 
     def __init__(self) -> None:
-        self.sent = b""
+        self.writes: list[bytes] = []
         self.is_closed = False
 
+    @property
+    def sent(self) -> bytes:
+        return b"".join(self.writes)
+
     def write(self, data: Any) -> None:
-        self.sent += bytes(data)
+        self.writes.append(bytes(data))
 
     def writelines(self, parts: Any) -> None:
-        for part in parts:
-            self.write(part)
+        self.write(b"".join(parts))
 
     def close(self) -> None:
         self.is_closed = True
@@ -69,9 +72,11 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def fed(loop: asyncio.AbstractEventLoop, pieces: list[bytes]) -> tuple[list[bytes], Wire]:
+def fed(
+    loop: asyncio.AbstractEventLoop, pieces: list[bytes], made: type[Recorded] = Recorded
+) -> tuple[list[bytes], Wire]:
     """Feed a connection, and return the bodies of its requests and the wire with its answers."""
-    handler, wire = Recorded(), Wire()
+    handler, wire = made(), Wire()
     port = HttpPort(loop, handler, HttpLimits())
     connection = HttpProtocol(port)
     connection.connection_made(wire)  # type: ignore[arg-type]
@@ -113,6 +118,36 @@ def test_requests_are_the_same_however_they_are_cut(
     assert got == [body for body, _ in bodies]
     assert wire.sent.count(b"HTTP/1.1 200 OK") == len(bodies)
     assert not wire.is_closed
+
+
+class Streamed(Recorded):
+    """Answers in three pieces."""
+
+    def handle(self, exchange: HttpExchange) -> None:
+        exchange.own_headers = ((b"x-id", b"7"),)
+        exchange.begin(200, ((b"x-of", b"all"),))
+        for piece in (b"first", b"second"):
+            exchange.send(piece)
+        exchange.finish(b"last")
+
+
+@pytest.mark.parametrize(
+    ("method", "version", "bodies"),
+    [
+        (b"GET", b"1.1", [b"5\r\nfirst\r\n", b"6\r\nsecond\r\n", b"4\r\nlast\r\n0\r\n\r\n"]),
+        (b"GET", b"1.0", [b"first", b"second", b"last"]),
+        (b"HEAD", b"1.1", [b""]),
+    ],
+)
+def test_a_head_goes_with_the_first_piece_and_the_end_with_the_last_one(
+    loop: asyncio.AbstractEventLoop, method: bytes, version: bytes, bodies: list[bytes]
+) -> None:
+    _, wire = fed(loop, [b"%b /x HTTP/%b\r\n\r\n" % (method, version)], Streamed)
+    head, end, first = wire.writes[0].partition(b"\r\n\r\n")
+    assert end
+    assert [first, *wire.writes[1:]] == bodies
+    assert b"x-of: all" in head
+    assert head.endswith(b"\r\nx-id: 7")
 
 
 @pytest.mark.promise(
