@@ -9,6 +9,9 @@ Theory of operation. All of this happens on the loop's thread. libuv calls the k
 so it cannot act between the check here and its own. A descriptor stays in the epoll until it is closed, with one
 exception: if libuv gets an event of a descriptor that it does not watch at the moment, it removes the descriptor. So
 call `hold` before reading is resumed, too.
+
+A future of asyncio has its loop run a task in the next turn, after a look at all descriptors. For that the loop gives
+up the interpreter's lock, and then mostly waits for the thread that has woken it. So a `Wakeup` runs the task itself.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import errno
 import os
 import select
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 from moonpool.runtime.process.reactor import NO_WATCH
@@ -80,6 +84,35 @@ def watch(loop: asyncio.AbstractEventLoop, fd: int, callback: Callable[..., obje
 
 def _no_watches() -> OSError:
     return OSError(errno.ENOSPC, "this user has no watches of epoll left")
+
+
+class Wakeup(asyncio.Future[None]):
+    """A future that runs the one task that awaits it as soon as it is set. Set it in a callback of the loop, and in no
+    task.
+    """
+
+    _go_on: Callable[[Wakeup], object] | None = None
+
+    def add_done_callback(self, fn: Callable[[Any], object], /, *, context: Context | None = None) -> None:
+        """Note the task that awaits this."""
+        self._go_on = fn if context is None else lambda woken: context.run(fn, woken)
+
+    def set_result(self, result: None, /) -> None:
+        """Run the task."""
+        super().set_result(result)
+        self._run()
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Have the loop run the task, which is cancelled."""
+        is_cancelled = super().cancel(msg)
+        if is_cancelled:
+            self.get_loop().call_soon(self._run)
+        return is_cancelled
+
+    def _run(self) -> None:
+        go_on, self._go_on = self._go_on, None
+        if go_on is not None:
+            go_on(self)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

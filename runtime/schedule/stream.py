@@ -1,15 +1,15 @@
 """The responses to one request, one after another: for threads and for event loops.
 
 Theory of operation. `StreamWaiter` collects responses, on the reactor's thread or on the one that settles the batch,
-and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits
-on a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A
+and a thread or a task takes them out. A deque lies between them, whose append and popleft are atomic. A thread waits on
+a bell, a bare lock that is released to wake it. The first response and the last one wake their consumer at once. A
 model may send others faster than they can be handed over one by one, since two threads would take the interpreter's
 lock from each other for each of them. So the reactor wakes the consumer when it has taken in all that the stub had
 sent, or `_MANY` responses. A task that waits puts a function into `wake`, which has the driver of its loop wake it,
 once however many responses come. The driver does so even if a signal handler raises meanwhile (`event_loop.py`), and
-what it sets is a future, in one step. The waiter does not refer to the stream, so a stream that nobody has any more is
-collected, and that cancels the request. A collector may run in the middle of anything, under any lock, so `__del__`
-leaves the cancelling to the reactor.
+what it sets is a future, in one step. In a loop in which none can raise, that step runs the task (`Wakeup`). The
+waiter does not refer to the stream, so a stream that nobody has any more is collected, and that cancels the request. A
+collector may run in the middle of anything, under any lock, so `__del__` leaves the cancelling to the reactor.
 
 Responses that nobody takes are bounded by a `ResponseBacklog`. When it is full, the waiter drops what waits and ends
 the stream with an error, and what the stub still sends is dropped. So a consumer that has seen a response in the deque
@@ -190,6 +190,11 @@ class ResponseStream:
 
     # For event loops
 
+    @property
+    def _is_ready(self) -> bool:
+        """True if the next response, an error or the end, is there already."""
+        return bool(self._waiter.waiting)
+
     def _take_ready(self, most: int) -> list[Response]:
         """Take the responses that are there already, at most so many, and none behind an error or the end."""
         return self._waiter.take_ready(most)
@@ -211,6 +216,7 @@ class ResponseStream:
     async def _wait(self) -> None:
         import asyncio
 
+        from moonpool.runtime.process.event_loop import Wakeup
         from moonpool.runtime.schedule.event_loop import driver_of
 
         loop = asyncio.get_running_loop()
@@ -218,7 +224,8 @@ class ResponseStream:
 
         async def wait() -> None:
             while not self._waiter.waiting:
-                woken: asyncio.Future[None] = loop.create_future()
+                # A signal handler must not raise in the midst of a task and of the driver.
+                woken = loop.create_future() if driver.is_interruptible else Wakeup(loop=loop)
                 self._waiter.wake = _waker(driver.call, woken)
                 # Again: a response may have come before there was anything to wake.
                 if not self._waiter.waiting:

@@ -122,8 +122,9 @@ class EventStream:
             self._write()
             if exchange.unsent_bytes > _MOST_UNSENT_BYTES:
                 exchange.abort()
-            # Pieces may come faster than they can be sent: let other clients have their turn.
-            await asyncio.sleep(0)
+            if stream._is_ready:
+                # Pieces may come faster than they can be sent: let other clients have their turn.
+                await asyncio.sleep(0)
         events += self._writer.at_end(place)
 
     async def _send_whole(self, stream: ResponseStream, place: int) -> None:
