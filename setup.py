@@ -125,6 +125,7 @@ EXTENSIONS = [
     extension("moonpool.ipc.port._calls", "answer", "codec", "msgpack"),
     extension("moonpool.ipc.slots._slots", "channel", "look", "slot"),
     extension(HTTP2),
+    extension("moonpool.runtime.server.http._scan"),
     extension("moonpool.stub.peers._stub_port", "answer", "channel", "codec", "msgpack"),
     extension("moonpool.stub.peers._stub_calls", "answer", "codec", "msgpack"),
     # Modules in Python, as they are: the `.pxd` file beside each has the types of its attributes.
@@ -148,6 +149,8 @@ EXTENSIONS = [
     extension("moonpool.runtime.server.grpc._infer_response"),
     extension("moonpool.runtime.server.grpc._wire"),
     extension("moonpool.runtime.server.http._connection"),
+    extension("moonpool.runtime.server.http._handler"),
+    extension("moonpool.runtime.server.http._head"),
     extension("moonpool.runtime.server.http._infer_request"),
     extension("moonpool.runtime.server.http._infer_response"),
     extension("moonpool.runtime.server.http._inference"),

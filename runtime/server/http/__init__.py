@@ -4,4 +4,4 @@ rest.
 
 from moonpool.ipc.extension import use_compiled
 
-use_compiled(__name__, "connection", "inference", "infer_request", "infer_response")
+use_compiled(__name__, "connection", "handler", "head", "inference", "infer_request", "infer_response")

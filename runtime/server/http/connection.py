@@ -52,23 +52,12 @@ from http import HTTPStatus
 from typing import Protocol
 
 from moonpool.ipc.errors import HTTP_STATUSES, MoonpoolError
-from moonpool.ipc.memo import Memo
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import watches_of
 from moonpool.runtime.server.clients import Admission, AllClients, Clients, relieve
 from moonpool.runtime.server.http.body import Chunked, Fixed, memory_of, over_input_size, too_large
-from moonpool.runtime.server.http.head import (
-    HEADER_LENGTH,
-    JSON,
-    BadHttpMessage,
-    Body,
-    Head,
-    Headers,
-    HeadParser,
-    Heads,
-    Part,
-)
+from moonpool.runtime.server.http.head import JSON, BadHttpMessage, Body, Head, Headers, HeadParser, Heads, Part
 from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.metrics import Meter
 
@@ -210,13 +199,14 @@ class HttpExchange:
             length += len(part)
         self.status = status
         connection = self._connection
-        head = _head(status, headers, length, connection.disposition(self.head), self.own_headers)
+        pieces = _head(status, headers, length, connection.disposition(self.head), self.own_headers)
         if self.head.method == "HEAD":
-            connection.write(head)
+            connection.write(b"".join(pieces))
         elif length <= _JOIN_BYTES:
-            connection.write(b"".join((head, *parts)))
+            pieces += parts
+            connection.write(b"".join(pieces))
         else:
-            connection.write_parts([head, *parts])
+            connection.write_parts([b"".join(pieces), *parts])
         connection.end(self)
 
     def fail(self, status: int, text: str, headers: Headers = JSON) -> None:
@@ -242,7 +232,7 @@ class HttpExchange:
             framing = -1 if length is None else length
             self._length = framing
         disposition = self._connection.disposition(self.head)
-        self._held = _head(status, headers, framing, disposition, self.own_headers)
+        self._held = b"".join(_head(status, headers, framing, disposition, self.own_headers))
 
     def send(self, piece: Part) -> None:
         """Send a piece of the body. Callers with many pieces await `writable` in between."""
@@ -301,34 +291,36 @@ class HttpExchange:
 
 # Phrases as Triton's library for HTTP writes them.
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus} | {405: b"Not Allowed"}
-_heads: Memo[tuple[int, Headers, int | None, bytes], bytes] = Memo(1024)
+_STATUS_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, phrase) for status, phrase in _PHRASES.items()}
 
 
-def _head(status: int, headers: Headers, length: int | None, disposition: bytes, own: Headers = ()) -> bytes:
-    """Return status line and headers of a response.
+def _head(status: int, headers: Headers, length: int | None, disposition: bytes, own: Headers) -> list[Part]:
+    """Return status line and headers of a response, in pieces.
 
     `length` is -1 for chunks, and None if the body ends with the connection. `disposition` is the value of the header
     `Connection`, if there has to be one. Headers of `own` are behind all others.
     """
-    key = (status, headers, length, disposition)
-    known = _heads.get(key)
-    if known is None:
-        known = _heads.keep(key, _made_head(status, headers, length, disposition))
-    if not own:
-        return known
-    return b"%b%b\r\n" % (known[:-2], b"".join([b"%b: %b\r\n" % header for header in own]))
-
-
-def _made_head(status: int, headers: Headers, length: int | None, disposition: bytes) -> bytes:
-    lines = [b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b""))]
-    lines += [b"%b: %b" % header for header in headers]
+    line = _STATUS_LINES.get(status)
+    pieces: list[Part] = [b"HTTP/1.1 %d \r\n" % status if line is None else line]
+    _add_lines(pieces, headers)
     if length == -1:
-        lines.append(b"Transfer-Encoding: chunked")
+        pieces.append(b"Transfer-Encoding: chunked\r\n")
     elif length is not None and status not in (204, 304):
-        lines.append(b"Content-Length: %d" % length)
+        pieces.append(b"Content-Length: %d\r\n" % length)
     if disposition:
-        lines.append(b"Connection: " + disposition)
-    return b"\r\n".join([*lines, b"", b""])
+        pieces += (b"Connection: ", disposition, b"\r\n")
+    if own:
+        _add_lines(pieces, own)
+    pieces.append(b"\r\n")
+    return pieces
+
+
+def _add_lines(pieces: list[Part], headers: Headers) -> None:
+    for name, value in headers:
+        pieces.append(name)
+        pieces.append(b": ")
+        pieces.append(value)
+        pieces.append(b"\r\n")
 
 
 class HttpConnection:
@@ -571,7 +563,7 @@ class HttpConnection:
             return of_api
         if most_bytes != self._port.limits.input_bytes:
             return too_large
-        return partial(over_input_size, is_json=HEADER_LENGTH not in head.headers)
+        return partial(over_input_size, is_json=head.header_length is None)
 
     def _end_intake(self) -> None:
         self._intake = None

@@ -140,7 +140,7 @@ class HttpHandler:
     def memory_for(self, head: Head, size_bytes: int) -> memoryview | None:
         """Return memory that the model's stubs see, if the request is for inference."""
         target = self._plan(head).target
-        return None if target is None else self._inference.memory_for(target, size_bytes)
+        return None if target is None else self._inference.memory_for(target, head, size_bytes)
 
     def _plan(self, head: Head) -> _Plan:
         plan = head.plan
@@ -164,7 +164,7 @@ class HttpHandler:
             number = version_of(version or "")
         except MoonpoolError as error:
             return _Plan((http_status(error), str(error), TEXT), None)
-        return _Plan(None, InferTarget(model, number, head.headers))
+        return _Plan(None, InferTarget(model, number, head))
 
     def _forward(self, head: Head) -> tuple[int, str, Headers] | None:
         """Keep the headers that the model gets, or return the refusal of one."""

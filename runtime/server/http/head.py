@@ -16,6 +16,11 @@ _MEMORABLE_BYTES = 2048
 # This header says how much of a body is JSON. Without it, all of the body is.
 HEADER_LENGTH = b"inference-header-content-length"
 _VERSIONS = ("1.0", "1.1")
+# The lengths of the body and of its JSON, which differ where heads are alike, as clients write them.
+_LENGTHS = re.compile(rb"(\r\n(?:[Ii]nference-[Hh]eader-)?[Cc]ontent-[Ll]ength: )([0-9]{1,15})(?=\r\n)")
+_CONTENT_LENGTH_BYTES = len(b"\r\nContent-Length: ")
+_LENGTH_NAMES = frozenset(("content-length", "inference-header-content-length"))
+_LEADING_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,20})")
 _WHOLE_URL = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE | re.DOTALL)
 # Headers that decide where a request ends, who sent it and how it is read.
 _SINGLE = frozenset(
@@ -53,12 +58,16 @@ class BadHttpMessage(Exception):
 
 
 class Head:
-    """Request line and headers. One object may serve many messages with the same head, so nobody changes it."""
+    """Request line and headers. One object may serve many messages with the same head, so nobody changes it. Messages
+    whose heads differ in lengths alone share all its attributes but these two.
+    """
 
     __slots__ = (
         "content_length",
         "expects_continue",
         "forwarded",
+        "has_repeated",
+        "header_length",
         "headers",
         "is_chunked",
         "keeps_alive",
@@ -75,11 +84,15 @@ class Head:
         self.version = version
         # As they were sent.
         self.raw_headers = raw
-        # By lower-case name. Several values of one name are joined with commas.
+        # By lower-case name, without the two lengths. Several values of one name are joined with commas.
         self.headers = {name.lower(): value for name, value in raw}
-        if len(self.headers) != len(raw):
+        self.has_repeated = len(self.headers) != len(raw)
+        if self.has_repeated:
             self.headers = _joined(raw)
-        self.content_length = int(self.headers.get(b"content-length", b"0"))
+        self.content_length = int(self.headers.pop(b"content-length", b"0"))
+        # How much of the body is JSON; None for all of it.
+        given = self.headers.pop(HEADER_LENGTH, None)
+        self.header_length = None if given is None else _leading_number(given)
         self.is_chunked = b"transfer-encoding" in self.headers
         self.expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
         self.keeps_alive = True
@@ -87,6 +100,33 @@ class Head:
         self.plan: object = None
         # Headers that models get as parameters.
         self.forwarded: dict[str, str] = {}
+
+    @property
+    def is_general(self) -> bool:
+        """If the handler has decided, and its decision holds for messages that differ in their lengths: no model gets
+        them as parameters.
+        """
+        if self.plan is None:
+            return False
+        return not self.forwarded or _LENGTH_NAMES.isdisjoint(map(str.lower, self.forwarded))
+
+    def of_lengths(self, content_length: int, header_length: int | None) -> Head:
+        """Return the head of a message that differs in these lengths."""
+        head = Head.__new__(Head)
+        head.method = self.method
+        head.target = self.target
+        head.version = self.version
+        head.raw_headers = self.raw_headers
+        head.has_repeated = False
+        head.headers = self.headers
+        head.content_length = content_length
+        head.header_length = header_length
+        head.is_chunked = self.is_chunked
+        head.expects_continue = self.expects_continue
+        head.keeps_alive = self.keeps_alive
+        head.plan = self.plan
+        head.forwarded = self.forwarded
+        return head
 
 
 class HeadParser:
@@ -131,12 +171,12 @@ class HeadParser:
         """Return the head after its last piece. Raises `BadHttpMessage`."""
         head = self.head
         # The two refer to each other, and would stay in memory until the collector runs.
-        del self._parser
+        self._parser = None
         if head is None:
             raise BadHttpMessage(HTTPStatus.BAD_REQUEST, "malformed request: no request line")
         if head.version not in _VERSIONS:
             raise BadHttpMessage(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{head.version} is not supported")
-        if len(head.headers) != len(head.raw_headers):
+        if head.has_repeated:
             _check_repeated(head)
         encoding = head.headers.get(b"transfer-encoding")
         if encoding is not None and encoding.lower() != b"chunked":
@@ -169,11 +209,18 @@ def _check_repeated(head: Head) -> None:
         seen.add(name)
 
 
+def _leading_number(text: bytes) -> int:
+    """Read a number as C does: up to the first character that does not belong to it, and 0 if there is no number."""
+    found = _LEADING_NUMBER.match(text)
+    return 0 if found is None else int(found[1])
+
+
 class Heads:
-    """Reads heads, and remembers short ones. For one thread."""
+    """Reads heads, and remembers short ones: as they are, and by all but their lengths. For one thread."""
 
     def __init__(self) -> None:
         self._known: Memo[bytes, Head] = Memo(1024)
+        self._forms: Memo[tuple[bytes, ...], Head] = Memo(1024)
 
     def read(self, raw: bytes, parser: HeadParser | None) -> Head:
         """Return the head in these bytes, which end with its empty line. Raises `BadHttpMessage`.
@@ -183,10 +230,27 @@ class Heads:
         head = self._known.get(raw)
         if head is not None:
             return head
-        if parser is None:
-            parser = HeadParser()
-            parser.feed(raw)
-        head = parser.finish()
+        # What is between the lengths, and the header of each.
+        parts = _LENGTHS.split(raw)
+        lengths = parts[2::3]
+        del parts[2::3]
+        form = tuple(parts)
+        head = self._forms.get(form)
+        if head is not None and head.is_general:
+            content_length, header_length = head.content_length, head.header_length
+            for name, length in zip(parts[1::2], lengths, strict=True):
+                if len(name) == _CONTENT_LENGTH_BYTES:
+                    content_length = int(length)
+                else:
+                    header_length = int(length)
+            head = head.of_lengths(content_length, header_length)
+        else:
+            if parser is None:
+                parser = HeadParser()
+                parser.feed(raw)
+            head = parser.finish()
+            if len(raw) <= _MEMORABLE_BYTES and lengths:
+                self._forms.keep(form, head)
         if len(raw) <= _MEMORABLE_BYTES:
             self._known.keep(raw, head)
         return head

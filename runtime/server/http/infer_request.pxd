@@ -5,15 +5,18 @@ cimport moonpool.runtime.server.inference._request as requests
 from moonpool.runtime.server.inference._request cimport RequestPlan as PlanType
 
 # Found without a look into the module's dictionary.
-cdef object InputPlan, UINT64, _BINARY, _MISSING, _VALUES
+cdef object InputPlan, UINT64, _BINARY, _MISSING, _VALUES, scan
 
 
 @cython.final
 cdef class HttpRequestPlan(requests.RequestPlan):
     cdef public bint is_plain
     cdef public object request_id, rest
+    cdef public bytes id_text
     cdef public dict wanted
 
+    @cython.locals(parameters=dict, outputs=dict)
+    cdef _take(self, tuple found)
     @cython.locals(names=set)
     cdef _add_inputs(self, list values)
     cdef _refuse_repeated(self)

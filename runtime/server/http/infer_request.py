@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.ipc.tensors import BYTES, CODES, ITEMSIZE
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.details import details_of
 from moonpool.runtime.model.request import Details, Parameter
 from moonpool.runtime.server.http.head import Body
-from moonpool.runtime.server.http.json_text import UINT64, WRONG, NotJson, loads
+from moonpool.runtime.server.http.json_text import UINT64, WRONG, NotJson, dumps, loads
 from moonpool.runtime.server.inference import request as requests
 from moonpool.runtime.server.inference.request import (
     END,
@@ -33,6 +34,9 @@ from moonpool.runtime.server.inference.tensors import (
     of_values,
 )
 
+# Reads the JSON of most requests with binary tensors in one step; None for what `loads` has to read. Only compiled.
+_extension = load_if_there("moonpool.runtime.server.http._scan") if is_wanted() else None
+scan: Callable[[bytes], Any] | None = None if _extension is None else _extension.scanner(InputPlan, CODES)
 # The most inputs, outputs or dimensions of a request. No model needs nearly so many.
 _MOST_ELEMENTS = 65_536
 # Parameters that the protocol itself uses. The model does not get them.
@@ -54,11 +58,15 @@ _BINARY, _VALUES = OutputPlan(True), OutputPlan(False)
 class HttpRequestPlan(requests.RequestPlan):
     """The JSON of a request."""
 
-    __slots__ = ("is_plain", "request_id", "rest", "wanted")
+    __slots__ = ("id_text", "is_plain", "request_id", "rest", "wanted")
 
     def __init__(self, request: Any) -> None:
-        """Read the value of the JSON. Raises `NotJson`, `BadJson`, `InvalidRequest`."""
+        """Read the value of the JSON, or what `scan` has found in it. Raises `NotJson`, `BadJson`, `InvalidRequest`."""
         self.clear()
+        self.wanted: dict[str, OutputPlan] = {}
+        if type(request) is tuple:
+            self._take(request)
+            return
         root: dict[str, Any] = request if type(request) is dict else {}
         self.request_id: str = root.get("id", "")
         if type(self.request_id) is not str:
@@ -69,18 +77,37 @@ class HttpRequestPlan(requests.RequestPlan):
         if type(parameters) is not dict:
             raise NotJson(f"failed to get request params.: {WRONG[dict]}")
         self.details = request_details(self.request_id, parameters)
+        # As the response has it; empty without an id.
+        self.id_text = dumps(self.request_id) if self.request_id else b""
         self._add_inputs(_array(root, "inputs"))
-        is_binary = parameters.get("binary_data_output", False)
-        if type(is_binary) is not bool:
-            raise BadJson("binary_data_output", WRONG[bool])
+        is_binary = _flag(parameters, "binary_data_output")
         # The form of all outputs if none is named, and of each that is.
         self.rest = _BINARY if is_binary else _VALUES
-        self.wanted: dict[str, OutputPlan] = {}
         # If the JSON of the response has no values of outputs.
         self.is_plain = True
         if "outputs" in root:
             self._add_outputs(_array(root, "outputs"))
         if not self.wanted:
+            self.is_plain = is_binary
+
+    def _take(self, found: tuple[str, bytes, dict[str, Any], list[InputPlan], dict[str, bool]]) -> None:
+        """Take what was found in a request of the usual form: the id twice, parameters, inputs, and which of the
+        outputs that are named are to be binary.
+        """
+        self.request_id, self.id_text, parameters, self.inputs, outputs = found
+        self.details = request_details(self.request_id, parameters)
+        is_binary = _flag(parameters, "binary_data_output")
+        self.rest = _BINARY if is_binary else _VALUES
+        self.is_plain = True
+        for name in outputs:
+            if outputs[name]:
+                self.wanted[name] = _BINARY
+            else:
+                self.wanted[name] = _VALUES
+                self.is_plain = False
+        if outputs:
+            self.outputs = list(outputs)
+        else:
             self.is_plain = is_binary
 
     def _add_inputs(self, values: list[Any]) -> None:
@@ -143,7 +170,8 @@ class HttpRequestPlan(requests.RequestPlan):
 
 def read_plan(text: Body) -> HttpRequestPlan:
     """Return the plan of a request with this JSON. Raises `NotJson`, `BadJson`, `InvalidRequest`."""
-    return HttpRequestPlan(loads(text))
+    found = scan(text) if scan is not None and type(text) is bytes else None
+    return HttpRequestPlan(loads(text) if found is None else found)
 
 
 def raw_plan(config: ModelConfig, body: Body) -> tuple[HttpRequestPlan, Body]:

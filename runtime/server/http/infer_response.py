@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import orjson
+
 from moonpool.ipc.memo import Memo
 from moonpool.ipc.tensors import NAMES
 from moonpool.runtime.model.backend import Model
@@ -18,10 +20,9 @@ from moonpool.runtime.server.inference.response import classified
 from moonpool.runtime.server.inference.tensors import to_bytes
 from moonpool.runtime.server.service import Service
 
-# The JSON of responses that differ only in the bytes of their tensors and in the id.
-# The size in bytes is None for tensors that are not in the body.
-_Shape = tuple[str, int, tuple[int, ...], int | None]
-_known: Memo[tuple[str, int, tuple[_Shape, ...]], bytes] = Memo(1024)
+# What stands before the outputs of a model, and before the shape of an output of this name and datatype.
+_models: Memo[tuple[str, int], bytes] = Memo()
+_outputs: Memo[tuple[str, int], bytes] = Memo()
 
 
 class LongAnswer(NamedTuple):
@@ -43,21 +44,27 @@ def render(
     outputs: Mapping[str, WireTensor] = response.outputs  # type: ignore[assignment]
     parts: list[Part] = []
     if plan.is_plain and not response.parameters:
-        shapes: list[_Shape] = []
+        text = [b'{"id":', plan.id_text, b","] if plan.id_text else [b"{"]
+        text.append(_model_text(model))
+        is_first = True
         places = plan.places
         for name, output in outputs.items():
             datatype, shape, raw = output
+            if not is_first:
+                text.append(b",")
+            is_first = False
+            text.append(_output_text(name, datatype))
+            text.append(orjson.dumps(shape))
             if places and name in places:
                 service.write_shared(name, output, places[name])
-                shapes.append((name, datatype, shape, None))
+                text.append(b"}")
                 continue
             data = raw.data if raw.ndim == 1 else to_bytes(output)
             parts.append(data)
-            shapes.append((name, datatype, shape, len(data)))
-        text = _plain(model, tuple(shapes))
-        if plan.request_id:
-            text = b'{"id":%b,%b' % (dumps(plan.request_id), text[1:])
-        return _headers(len(text), parts), [text, *parts]
+            text.append(b',"parameters":{"binary_data_size":%d}}' % len(data))
+        text.append(b"]}")
+        whole = b"".join(text)
+        return _headers(len(whole), parts), [whole, *parts]
     described: list[dict[str, Any]] = []
     values_bytes = 0
     for name, output in outputs.items():
@@ -71,10 +78,10 @@ def render(
     root = _root(model, plan.request_id, described, response.parameters)
     if values_bytes and is_long(described):
         return LongAnswer(root, parts)
-    text = dumps(root)
+    document = dumps(root)
     if values_bytes:
-        check_values(len(text), most_json_bytes)
-    return finished([text], parts)
+        check_values(len(document), most_json_bytes)
+    return finished([document], parts)
 
 
 def finished(text: list[bytes], parts: list[Part]) -> tuple[Headers, list[Part]]:
@@ -82,18 +89,18 @@ def finished(text: list[bytes], parts: list[Part]) -> tuple[Headers, list[Part]]
     return _headers(sum(map(len, text)), parts), [*text, *parts]
 
 
-def _plain(model: Model, shapes: tuple[_Shape, ...]) -> bytes:
-    """Return the JSON of a response without an id, whose tensors are in its body or in memory of the client."""
-    key = (model.name, model.version, shapes)
-    known = _known.get(key)
-    if known is not None:
-        return known
-    described: list[dict[str, Any]] = [
-        {"name": name, "datatype": NAMES[datatype], "shape": shape}
-        | ({} if size_bytes is None else {"parameters": {"binary_data_size": size_bytes}})
-        for name, datatype, shape, size_bytes in shapes
-    ]
-    return _known.keep(key, dumps(_root(model, "", described, {})))
+def _model_text(model: Model) -> bytes:
+    """Return what stands in each response of a model before its first output."""
+    key = (model.name, model.version)
+    known = _models.get(key)
+    return known or _models.keep(key, dumps(_root(model, "", [], {}))[1:-2])
+
+
+def _output_text(name: str, datatype: int) -> bytes:
+    """Return the description of an output before its shape."""
+    key = (name, datatype)
+    known = _outputs.get(key)
+    return known or _outputs.keep(key, dumps({"name": name, "datatype": NAMES[datatype], "shape": []})[:-3])
 
 
 def _root(

@@ -8,7 +8,8 @@ from moonpool.runtime.server.inference._call cimport InferCall as CallType
 
 @cython.final
 cdef class InferTarget:
-    cdef public object model, version, encoding, accepts, load_form, header_length
+    cdef public object model, version, encoding, accepts, load_form
+    cdef public bint is_json
     cdef object _plan
     cdef bytes _text
 
@@ -21,6 +22,7 @@ cdef class HttpInference(call.Inference):
     cdef object _tasks
 
     cpdef find(self, model, version)
+    cpdef handle(self, ExchangeType exchange, InferTarget target)
 
 
 @cython.final

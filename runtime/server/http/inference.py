@@ -13,7 +13,6 @@ of its inputs, the response. If the client goes meanwhile, the thread ends by it
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import partial
@@ -26,7 +25,7 @@ from moonpool.runtime.model.details import with_parameters
 from moonpool.runtime.model.request import InferenceRequest, Response
 from moonpool.runtime.server.http.body import ENCODINGS, TooLong, accepted, deflate, inflate, over_input_size
 from moonpool.runtime.server.http.connection import HttpExchange, error_headers, http_status
-from moonpool.runtime.server.http.head import HEADER_LENGTH, JSON, TEXT, BadHttpMessage, Body, Headers, Part
+from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Body, Head, Headers, Part
 from moonpool.runtime.server.http.infer_request import HttpRequestPlan, raw_plan, read_plan
 from moonpool.runtime.server.http.infer_response import LongAnswer, finished, render
 from moonpool.runtime.server.http.json_pieces import write
@@ -53,20 +52,18 @@ class InferTarget:
     head.
     """
 
-    __slots__ = ("_plan", "_text", "accepts", "encoding", "header_length", "load_form", "model", "version")
+    __slots__ = ("_plan", "_text", "accepts", "encoding", "is_json", "load_form", "model", "version")
 
-    def __init__(self, model: str, version: int | None, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, model: str, version: int | None, head: Head) -> None:
+        headers = head.headers
         self.model = model
         self.version = version
         self.encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         self.accepts = accepted(headers.get(b"accept-encoding", b""))
         # The form in which a load balancer wants to know the load; "" if it does not.
         self.load_form = headers.get(LOAD_FORM, b"").decode("latin-1")
-        # None if the whole body is JSON.
-        self.header_length: int | None = None
-        given = headers.get(HEADER_LENGTH)
-        if given is not None:
-            self.header_length = _leading_number(given)
+        # If the whole body is JSON.
+        self.is_json = head.header_length is None
         # The last JSON of such a request, and its plan.
         self._text = b""
         self._plan: HttpRequestPlan = None  # type: ignore[assignment]
@@ -83,15 +80,6 @@ class InferTarget:
             self._plan = read_plan(raw)
             self._text = raw
         return self._plan
-
-
-_LEADING_NUMBER = re.compile(rb"\s*([+-]?[0-9]{1,20})")
-
-
-def _leading_number(text: bytes) -> int:
-    """Read a number as C does: up to the first character that does not belong to it, and 0 if there is no number."""
-    found = _LEADING_NUMBER.match(text)
-    return 0 if found is None else int(found[1])
 
 
 class HttpInference(call.Inference):
@@ -131,14 +119,14 @@ class HttpInference(call.Inference):
 
     def most_bytes_of(self, target: InferTarget) -> int:
         """Return the largest body of such a request."""
-        is_json = target.header_length is None and target.encoding == "identity"
+        is_json = target.is_json and target.encoding == "identity"
         return self.limits.json_bytes if is_json else self.limits.body_bytes
 
-    def memory_for(self, target: InferTarget, size_bytes: int) -> memoryview | None:
+    def memory_for(self, target: InferTarget, head: Head, size_bytes: int) -> memoryview | None:
         """Return memory that the model's stubs see, so that nobody copies the tensors in a large body, or None for any
         memory.
         """
-        length = target.header_length or 0
+        length = head.header_length or 0
         if target.encoding != "identity" or not 0 < length < size_bytes:
             return None
         try:
@@ -175,7 +163,7 @@ class HttpInferCall(call.InferCall):
 
     def _inflated(self, body: Body) -> bytearray:
         """Decompress the body, on any thread. Raises `BadHttpMessage`."""
-        limits, is_json = self._inference.limits, self._target.header_length is None
+        limits, is_json = self._inference.limits, self._target.is_json
         limit_bytes = limits.inflated_bytes
         if is_json:
             limit_bytes = min(limit_bytes, limits.json_bytes)
@@ -221,7 +209,7 @@ class HttpInferCall(call.InferCall):
             # The rest is an array that stubs see, so inputs have to be views of it.
             self._read_parts(text, body.obj, 0, True)  # type: ignore[union-attr]
             return
-        length = self._target.header_length
+        length: int | None = self._exchange.head.header_length
         if length is None:
             length = len(body)
         elif not 0 <= length <= len(body):

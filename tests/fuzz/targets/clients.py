@@ -18,6 +18,8 @@ from tritonclient.grpc import service_pb2 as kserve
 from moonpool.ipc import port
 from moonpool.ipc.codec import encode
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.extension import is_wanted, load_if_there
+from moonpool.ipc.tensors import CODES
 from moonpool.runtime.errors import InvalidRequest
 from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.model.protobuf import BadProtobuf
@@ -63,6 +65,8 @@ class _Service:
 
 _HOSTED: Any = SimpleNamespace(model=SimpleNamespace(config=_CONFIG, name="m", version=1), signature=Signature(_CONFIG))
 _SERVICE: Any = _Service()
+_EXTENSION = load_if_there("moonpool.runtime.server.http._scan") if is_wanted() else None
+_SCAN = _EXTENSION and _EXTENSION.scanner(requests.InputPlan, CODES)
 _PIECE_BYTES = 64
 _ODD = re.compile(rb"^\xef\xbb\xbf|NaN|Inf|[-+.0-9Ee]{%d}" % _PIECE_BYTES)
 _OUTPUTS: dict[str, Any] = {
@@ -83,6 +87,20 @@ def _travels(request: InferenceRequest) -> None:
         array.tobytes()
 
 
+def _check_scan(text: bytes) -> None:
+    """Check that a text which is read in one step means the same to the general reader."""
+    found = None if _SCAN is None else _SCAN(text)
+    if found is None:
+        return
+    try:
+        one, other = (infer_request.HttpRequestPlan(each) for each in (found, json_text.loads(text)))
+    except MoonpoolError:
+        return
+    for name in ("details", "id_text", "inputs", "is_plain", "outputs", "request_id", "rest", "wanted"):
+        if getattr(one, name) != getattr(other, name):
+            raise AssertionError(f"{name}: {getattr(one, name)!r}, not {getattr(other, name)!r}")
+
+
 def http_infer(data: bytes) -> None:
     """JSON, then tensors; and, where that is a request, its response as it is wanted."""
     length, body = int.from_bytes(data[:2], "big") % (len(data) - 1 or 1), data[2:]
@@ -92,6 +110,7 @@ def http_infer(data: bytes) -> None:
             plan, body = infer_request.raw_plan(_ALONE, body)  # type: ignore[assignment]
             length = 0
         else:
+            _check_scan(body[:length])
             plan = infer_request.read_plan(body[:length])
         arrays = plan.arrays("m", body, length)
         if not plan.has_shared:
