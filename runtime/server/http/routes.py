@@ -70,6 +70,10 @@ class RouteRequest:
             raise InvalidRequest(f"the Content-Encoding '{encoding}' is not supported: it may be gzip or deflate")
         return await self._long_bodies.read(self.exchange, function)
 
+    def cancel_if_gone(self) -> None:
+        """Cancel the task that calls this, if the client goes before it has its answer."""
+        self.exchange.cancel = partial(_cancel, asyncio.current_task())
+
     def header(self, name: bytes, default: str) -> str:
         """Return the value of a header by its lower-case name."""
         value = self.exchange.head.headers.get(name)

@@ -10,10 +10,12 @@ from typing import Any
 
 from moonpool.runtime.errors import ModelError, ModelNotFound
 from moonpool.runtime.model.details import details_of, with_parameters
-from moonpool.runtime.model.request import Response, WireTensor
+from moonpool.runtime.model.request import InferenceRequest, Response, WireTensor
 from moonpool.runtime.openai.conventions import endpoints_of
 from moonpool.runtime.openai.endpoints import Inputs, ModelEndpoints, TextEndpoint
 from moonpool.runtime.schedule.backlog import held_bytes
+from moonpool.runtime.schedule.callers import response_of
+from moonpool.runtime.schedule.event_loop import wait_for_outcome
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.inference import begin_trace
 from moonpool.runtime.server.http.routes import RouteRequest
@@ -77,9 +79,28 @@ class ModelAsker:
         counts = self._service.metrics.openai.of(hosted.model.name)
         return stream, CountingReader(endpoint.reader(fields), counts, request.exchange.received_ns, trace)
 
+    async def answer(
+        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs, operation: str
+    ) -> Response:
+        """Submit a request to a model that gives one response, and await that. Cancelling the task cancels the request.
+
+        Raises what the model answered instead.
+        """
+        if hosted.model.config.decoupled:
+            with self.ask(request, hosted, outputs, inputs, operation) as stream:
+                return await _only(stream)
+        made, _ = self._made(request, hosted, outputs, inputs, operation)
+        return response_of(await wait_for_outcome(hosted.scheduler, made, None))
+
     def _ask(
         self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs, operation: str
     ) -> tuple[ResponseStream, Trace | None]:
+        made, trace = self._made(request, hosted, outputs, inputs, operation)
+        return ResponseStream(hosted.scheduler, made, None), trace
+
+    def _made(
+        self, request: RouteRequest, hosted: Hosted, outputs: Sequence[str], inputs: Inputs, operation: str
+    ) -> tuple[InferenceRequest, Trace | None]:
         exchange, service, trace = request.exchange, self._service, None
         details = with_parameters(details_of(request.id, 0, 0, 0, 0, {}), exchange.head.forwarded)
         made = make_request(hosted, inputs, outputs, details)
@@ -89,15 +110,12 @@ class ModelAsker:
             trace = begin_trace(service, exchange, hosted, made)
             if trace is not None:
                 trace.attributes = {"gen_ai.operation.name": operation, "gen_ai.request.model": hosted.model.name}
-        return ResponseStream(hosted.scheduler, made, None), trace
+        return made, trace
 
 
-async def only(stream: ResponseStream, account: AnswerAccount) -> Response:
-    """Return the first response, of a model that gives one. Raises what the model answered instead, and `ModelError`
-    for too much.
-    """
+async def _only(stream: ResponseStream) -> Response:
+    """Return the first response, of a model that gives one. Raises what the model answered instead."""
     async for response in stream:
-        await account.take(response)
         return response
     raise ModelError("the model gave no answer")
 

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.openai.answers import CHAT, COMPLETION, AnswerKind, TextAnswer
-from moonpool.runtime.openai.endpoints import PieceEndpoint
+from moonpool.runtime.openai.endpoints import Inputs, PieceEndpoint
 from moonpool.runtime.openai.fields import BadField, check_chat, check_completion, check_embeddings, check_rerank
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.head import JSON, Body
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson, dumps, loads
 from moonpool.runtime.server.http.routes import Route, RouteReply, RouteRequest
-from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks, only, together
+from moonpool.runtime.server.openai.asking import AnswerAccount, ModelAsker, lacks, together
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.openai.events import ChunkWriter, EventStream, answered, json_reply
 from moonpool.runtime.server.openai.meter import CountingReader
@@ -125,17 +125,16 @@ class OpenAIEndpoints:
             raise NoSuchModel(fields["model"], why=lacks(fields["model"], "embed"))
         account = AnswerAccount(exchange.limits.json_bytes)
         made = endpoint.requests(_texts_in(fields, takes_tokens=endpoint.takes_tokens), fields)
-        with ExitStack() as closing:
-            streams = [
-                closing.enter_context(self._asker.ask(request, hosted, endpoint.outputs, inputs, "embeddings"))
-                for inputs, _ in made
-            ]
-            exchange.cancel = closing.close
-            found = [
-                endpoint.rows(await only(stream, account), count)
-                for stream, (_, count) in zip(streams, made, strict=True)
-            ]
-        return RouteReply(200, JSON, await _embeddings(fields, found))
+        found: dict[int, tuple[NDArray[np.float32], int | None]] = {}
+
+        async def ask(place: int, inputs: Inputs, count: int) -> None:
+            response = await self._asker.answer(request, hosted, endpoint.outputs, inputs, "embeddings")
+            await account.take(response)
+            found[place] = endpoint.rows(response, count)
+
+        request.cancel_if_gone()
+        await together([ask(place, *each) for place, each in enumerate(made)])
+        return RouteReply(200, JSON, await _embeddings(fields, [found[place] for place in range(len(made))]))
 
     async def rerank(self, request: RouteRequest) -> RouteReply:
         """Return the documents with their scores, the best first."""
@@ -145,9 +144,10 @@ class OpenAIEndpoints:
         if not isinstance(endpoint, PieceEndpoint):
             raise NoSuchModel(fields["model"], why=lacks(fields["model"], "rerank"))
         inputs = endpoint.inputs(fields, body)
-        with self._asker.ask(request, hosted, endpoint.outputs, inputs, "rerank") as stream:
-            exchange.cancel = stream.close
-            answer = endpoint.object(await only(stream, AnswerAccount(exchange.limits.json_bytes)))
+        request.cancel_if_gone()
+        response = await self._asker.answer(request, hosted, endpoint.outputs, inputs, "rerank")
+        await AnswerAccount(exchange.limits.json_bytes).take(response)
+        answer = endpoint.object(response)
         return json_reply(_ranking(fields, answer, hosted.model.name))
 
 

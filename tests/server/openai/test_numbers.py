@@ -52,6 +52,23 @@ def test_base64_has_the_bytes_of_float32(serving: Serving) -> None:
     np.testing.assert_array_equal(rows, [[3, 2, 0.5, -1], [1, 2, 0.5, -1]])
 
 
+def test_a_model_that_only_embeds_answers_with_its_batch(tmp_path: Path) -> None:
+    model = tmp_path / "lengths.py"
+    model.write_text(
+        "class Lengths:\n"
+        "    max_batch_size = 4\n"
+        "    def embed(self, texts):\n"
+        "        return [[len(each), 1 / len(each)] for each in texts]\n"
+    )
+    with moonpool.Runtime() as runtime:
+        runtime.load("lengths", str(model))
+        with Serving(runtime) as serving:
+            texts = ["x" * (1 + number % 7) for number in range(50)]
+            found = vectors(serving.post(EMBEDDINGS, {"model": "lengths", "input": texts}))
+            assert [row[0] for row in found] == [len(text) for text in texts]
+            assert vectors(serving.post(EMBEDDINGS, {"model": "lengths", "input": "ab"})) == [[2, 0.5]]
+
+
 def test_more_texts_than_the_model_takes_are_several_requests(serving: Serving) -> None:
     texts = [str(number) for number in range(150)]
 
