@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from moonpool import MoonpoolError
@@ -152,7 +153,7 @@ def _of_npz(path: Path, inputs: Sequence[TensorConfig]) -> list[RequestData]:
     try:
         # For a broken file, numpy would leave its own descriptor open.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            found = {name: _array_in(arrays, name) for name in arrays.files}
     except FileNotFoundError:
         raise
     except Exception as error:  # numpy, zipfile and zlib have many for what is no such file
@@ -160,6 +161,14 @@ def _of_npz(path: Path, inputs: Sequence[TensorConfig]) -> list[RequestData]:
     if unknown := found.keys() - tensors.keys():
         raise BadData(f"{path}: the model has no input '{min(unknown)}'")
     return [RequestData([_tensor(tensors[name], found[name], path) for name in found])]
+
+
+def _array_in(arrays: NpzFile, name: str) -> NDArray[Any]:
+    """Return an array of a file. numpy returns the bytes of what is in the file and is no array."""
+    array = arrays[name]
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"'{name}' is no array")
+    return array
 
 
 def _tensor(tensor: TensorConfig, array: NDArray[Any], path: Path) -> QuestionTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,10 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         mix(file, TEXT)
     np.savez(file, X=np.array([{}]))
     with pytest.raises(BadData, match="without Python objects"):
+        mix(file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("X.npy", b"no array")
+    with pytest.raises(BadData, match="'X' is no array"):
         mix(file)
     file.write_bytes(b"no zip")
     with pytest.raises(BadData, match=r"no \.npz file"):
