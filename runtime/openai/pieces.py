@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     extra_bytes: int = 0
     """About the memory that it takes beyond its text."""
     speech: dict[str, Any] | None = None
-    """Of a recording: `start` and `end` of the text in seconds, its `words`, the `language`, the `duration`."""
+    """What a transcription says beside the text: `start`, `end` and `duration` in seconds, `words`, `language`."""
 
 
 class PieceCounts(NamedTuple):

@@ -254,4 +254,4 @@ KINDS: dict[str, type[OpenAIRequest]] = {
     "rerank": RerankRequest,
     "transcribe": TranscriptionRequest,
 }
-"""What each method but `embed` gets."""
+"""The class of the requests that each method gets. `embed` gets texts instead."""

@@ -300,7 +300,7 @@ STARTS = {
     "serve:says garbage": "a packet that is not msgpack",
     "serve:answers what was not asked": "ANSWER came out of turn; COMPLETED or FAILED or LOADED",
     "serve:completes instead of loading": "COMPLETED",
-    "serve:fails with an error of exec that is none": "00139999",
+    "serve:fails with an error number that exec does not have": "00139999",
 }
 
 

@@ -743,7 +743,9 @@ STARTS: dict[str, Fault] = {
     "completes and answers": completing(
         lambda peer: peer.say(Kind.ANSWER, 1, NO_CORE, [], [], [], b"\x90", None, None)
     ),
-    "fails with an error of exec that is none": lambda peer: peer.say(Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""),
+    "fails with an error number that exec does not have": lambda peer: peer.say(
+        Kind.FAILED, EXEC_FAILED, "0013" + "9" * 30, ""
+    ),
     "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 

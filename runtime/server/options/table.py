@@ -437,9 +437,10 @@ def page() -> str:
         "A flag of tritonserver has the same name here. Set an option on the command line (`--http-port=9000` or",
         f"`--http-port 9000`), in the environment (`{PREFIX}HTTP_PORT=9000`), or in the TOML file that `--config`",
         f"or `{PREFIX}CONFIG` names (`http-port = 9000`). The command line overrides the environment, which overrides",
-        "the file. An option marked *many* may be given several times on the command line; in the environment its values",
-        "are separated by `;`, in the file they are an array. Values from two places are not joined, but for",
-        "`--model-option`. A misspelt option is an error in every place. [SERVING](SERVING.md) shows how they are used.",
+        "the file. An option marked *many* may be given several times on the command line; in the environment its",
+        "values are separated by `;`, in the file they are an array. Values from two places are not joined, but for",
+        "`--model-option`. A misspelt option is an error in every place. [SERVING](SERVING.md) shows how they are",
+        "used.",
     ]
     defaults = {field.name: field.default for field in fields(ServerOptions)}
     group = ""

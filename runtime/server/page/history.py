@@ -276,7 +276,9 @@ def _rates(came: _Counts, window_s: float) -> dict[str, float | None]:
 
 
 def _of_pieces(before: PieceCounts | None, after: PieceCounts | None, window_s: float) -> dict[str, float | None]:
-    """Return what is told of pieces; None for a model without chats and completions."""
+    """Return the rate of pieces and the time to the first one. Both are None if the model has had no chat and no
+    completion.
+    """
     if after is None:
         return {"pieces_per_s": None, "first_piece_us": None}
     came = after.minus(before or NO_PIECES)

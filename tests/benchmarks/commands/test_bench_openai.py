@@ -94,8 +94,8 @@ def test_errors_before_and_in_a_stream_are_failures(
 ) -> None:
     message = json.dumps([{"role": "user", "content": said}])
     ended = cli(
-        "bench", "writer", "--url", f"http://{server.http}", "--openai", "--concurrency", "1", "--input", f"messages={message}",
-        *QUICK,
+        "bench", "writer", "--url", f"http://{server.http}", "--openai", "--concurrency", "1",
+        "--input", f"messages={message}", *QUICK,
     )  # fmt: skip
 
     assert ended.returncode == 1

@@ -144,7 +144,7 @@ def setup_server(
     return _Servers([f"--model-repository={model_repository}", f"--model-control-mode={model_control_mode}", *loads])
 
 
-def setup_fastapi_app(tokenizer: str | None, server: _Servers, backend: str | None, **_: Any) -> _Forwarding:  # noqa: ARG001
+def setup_fastapi_app(tokenizer: str | None, server: _Servers, **_: Any) -> _Forwarding:
     return _Forwarding(server.start(tokenizer))
 
 

@@ -1,4 +1,4 @@
-"""Writes words that a hash of the prompt chooses, with the tensors of vLLM's backend: what tests of a front end need."""
+"""Writes words that a hash of the prompt chooses, with the tensors of vLLM's backend."""
 
 import hashlib
 import json
