@@ -212,21 +212,33 @@ class Build(build_ext):
             for source in extension.sources
         ]
 
+    def build_extensions(self) -> None:
+        # Before extensions are compiled side by side: each reads the types of others.
+        self.lay_out_types()
+        super().build_extensions()
+
+    @property
+    def types(self) -> Path:
+        return Path(self.build_temp, "cython")
+
+    def lay_out_types(self) -> None:
+        """Copy the types of all compiled modules to where Cython looks for them."""
+        for found in [each for package in PACKAGES for each in package.rglob("*.pxd")]:
+            target = self.types.joinpath(*found.relative_to(SOURCE).parts)
+            if found.with_suffix(".py").is_file():
+                target = target.with_name(f"_{target.name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            for folder in [*target.relative_to(self.types).parents][:-1]:
+                self.types.joinpath(folder, "__init__.py").touch()
+            shutil.copyfile(found, target)
+
     def cythonized(self, name: str, source: Path) -> str:
         """Make C++ of a source in Cython or in Python. Returns its path.
 
         A module in Python is compiled under another name, with its checksum in it: its own name stays that of the
         Python file.
         """
-        root = Path(self.build_temp, "cython")
-        for found in [each for package in PACKAGES for each in package.rglob("*.pxd")]:
-            target = root.joinpath(*found.relative_to(SOURCE).parts)
-            if found.with_suffix(".py").is_file():
-                target = target.with_name(f"_{target.name}")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for folder in [*target.relative_to(root).parents][:-1]:
-                root.joinpath(folder, "__init__.py").touch()
-            shutil.copyfile(found, target)
+        root = self.types
         copy = root.joinpath(*name.split(".")).with_suffix(source.suffix)
         copy.parent.mkdir(parents=True, exist_ok=True)
         text = source.read_text()
@@ -238,7 +250,7 @@ class Build(build_ext):
             tool += ["-X", directive]
         made = copy.with_suffix(".cpp")
         # Once for each state of the sources, whichever interpreter builds: pip has another one each time.
-        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool[1:]}"
+        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool[1:]} {VECTORCALL}"
         if made.is_file() and stamp.is_file() and stamp.read_text() == state:
             return str(made)
         if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:
