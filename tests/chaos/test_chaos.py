@@ -19,6 +19,7 @@ from tests.chaos.figures import Figures, children_of, figures_of, rss_bytes
 from tests.chaos.monkey import Monkey
 from tests.chaos.tally import Tally
 from tests.e2e.soaking import is_quiet as is_done
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -46,7 +47,7 @@ MALFORMED = (b"\xc1", b"\x90", b"\x93\x63\xc0\xc0", b"\x94\x05\x01\x90", b"\xa5h
 def feed(runtime: moonpool.Runtime, dice: random.Random) -> bool:
     """Send some stub a packet that the runtime never sends."""
     name = dice.choice(CAST)[0]
-    record = dice.choice(runtime._models.find(name).supervisor.records)
+    record = dice.choice(hosted_in(runtime, name).supervisor.records)
     stub = record.instance.state
     if not hasattr(stub, "link"):
         return False
@@ -96,7 +97,7 @@ def lap(runtime: moonpool.Runtime, seed: int, seconds: float, spared: frozenset[
 
 
 def is_quiet(runtime: moonpool.Runtime) -> bool:
-    return all(is_done(runtime._models.find(name).scheduler) for name, *_ in CAST)
+    return all(is_done(hosted_in(runtime, name).scheduler) for name, *_ in CAST)
 
 
 def settled(runtime: moonpool.Runtime) -> Figures:

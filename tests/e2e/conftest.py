@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.e2e.hosting import ECHO, MODELS, hosted
+from tests.inside import registry_of
 
 import moonpool
 from moonpool.runtime.repository.loading import HostingRules
@@ -34,7 +35,7 @@ def completes() -> bool:
 def runtime(completes: bool) -> Iterator[moonpool.Runtime]:
     """Make a runtime for the whole module; its tests load and unload their models."""
     with moonpool.Runtime(drain_timeout_s=10.0) as runtime:
-        runtime._models.rules = HostingRules(completes=completes)
+        registry_of(runtime).rules = HostingRules(completes=completes)
         yield runtime
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from tests.e2e.hosting import tensor
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -42,7 +43,7 @@ class SequenceClient:
 
     @property
     def scheduler(self) -> Any:
-        return self.runtime._models.find("m").scheduler
+        return hosted_in(self.runtime, "m").scheduler
 
     def begin(
         self, which: int | str, x: float, flags: int, *, held: bool, request_id: str = "", **parameters: Any

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 from tests.e2e.hosting import MODELS, Config, tensor
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -177,7 +178,7 @@ def load_all(runtime: moonpool.Runtime, config: Config | None = None) -> None:
 def settle(runtime: moonpool.Runtime) -> None:
     """Wait until no request is open any more: cancelled ones end a little later."""
     for name in MODELS_BY_KIND:
-        scheduler = runtime._models.find(name).scheduler
+        scheduler = hosted_in(runtime, name).scheduler
         wait_until(partial(is_quiet, scheduler), 60.0)
 
 

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, is_running, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -341,7 +342,7 @@ def test_replies_stay_valid_when_the_model_that_gave_them_is_gone(runtime: moonp
 @pytest.mark.promise("Requests between models", "Memory does not grow over many calls.")
 def test_memory_does_not_grow_over_many_calls(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "counter", MODELS / "caller.py", CALLER):
-        record = runtime._models.find("counter").supervisor.records[0]
+        record = hosted_in(runtime, "counter").supervisor.records[0]
         link = record.instance.state.link
         for size in (100, 50_000):
             x = np.ones(size, np.float32)
@@ -380,7 +381,7 @@ def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) ->
         hosted(runtime, "short", MODELS / "caller.py", CALLER),
     ):
         failed = runtime.submit("short", {"DO": ['once{"model": "waits"}'], "X": X})
-        dispatcher = runtime._models.find("short").supervisor.records[0].instance.state._call_dispatcher
+        dispatcher = hosted_in(runtime, "short").supervisor.records[0].instance.state._call_dispatcher
         wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("short")[0]["pid"]
         os.kill(pid, signal.SIGKILL)
@@ -399,7 +400,7 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
         runtime.load("square", MODELS / "square.py", config=SQUARE)
         # The only instance waits for itself, without end.
         stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
-        dispatcher = runtime._models.find("caller").supervisor.records[0].instance.state._call_dispatcher
+        dispatcher = hosted_in(runtime, "caller").supervisor.records[0].instance.state._call_dispatcher
         wait_until(lambda: dispatcher.open_calls == 1)
         pid = runtime.instances("caller")[0]["pid"]
     wait_until(stuck.done)
@@ -412,7 +413,7 @@ def test_a_model_is_unloaded_while_another_asks_it(runtime: moonpool.Runtime, tm
     runtime.load("gone", MODELS / "callee.py", config=callee(f"until {go}"))
     asked = {"DO": ['once{"model": "gone"}'], "X": X}
     answer = runtime.submit("caller", asked)
-    gone = runtime._models.find("gone")
+    gone = hosted_in(runtime, "gone")
     wait_until(lambda: gone.scheduler.executing == 1)
     unloading = threading.Thread(target=runtime.unload, args=("gone",))
     unloading.start()

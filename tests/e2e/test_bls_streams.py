@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.hosting import MODELS, hosted, options
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.e2e.test_bls import CALLEE, CALLER
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -59,7 +60,7 @@ def test_streams_that_wait_to_be_read(runtime: moonpool.Runtime) -> None:
 def test_a_stream_is_left(runtime: moonpool.Runtime, by: str, said: str) -> None:
     assert json.loads(do(runtime, "cancelled", 1, by=by)) == [[0, 1, 2], said]
     # The model learned of the cancellation, and ended.
-    wait_until(lambda: not len(runtime._models.find("endless").scheduler.open_requests))
+    wait_until(lambda: not len(hosted_in(runtime, "endless").scheduler.open_requests))
 
 
 def test_a_model_with_many_responses_must_be_asked_for_them(runtime: moonpool.Runtime) -> None:
@@ -74,11 +75,11 @@ def test_a_model_with_many_responses_must_be_asked_for_them(runtime: moonpool.Ru
 
 def test_a_stream_ends_with_the_model_that_read_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "brief", MODELS / "caller.py", CALLER | options(RETRY="no")):
-        dispatcher = runtime._models.find("brief").supervisor.records[0].instance.state._call_dispatcher
+        dispatcher = hosted_in(runtime, "brief").supervisor.records[0].instance.state._call_dispatcher
         asked = {"DO": ['iterated{"model": "endless"}'], "X": np.ones(2, np.float32)}
         future = runtime.submit("brief", asked)
         wait_until(lambda: dispatcher.open_calls == 1)
-        runtime._models.find("brief").supervisor.records[0].instance.state.process.kill()
+        hosted_in(runtime, "brief").supervisor.records[0].instance.state.process.kill()
         with pytest.raises(moonpool.StubDied):
             future.result(PATIENCE_S)
-    wait_until(lambda: not len(runtime._models.find("endless").scheduler.open_requests))
+    wait_until(lambda: not len(hosted_in(runtime, "endless").scheduler.open_requests))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -54,7 +55,7 @@ def values(responses: ResponseStream) -> list[int]:
 
 
 def open_requests(runtime: moonpool.Runtime) -> int:
-    return len(runtime._models.find("responder").scheduler.open_requests)
+    return len(hosted_in(runtime, "responder").scheduler.open_requests)
 
 
 @pytest.mark.promise(
@@ -104,7 +105,7 @@ def test_memory_for_large_responses_is_given_back(runtime: moonpool.Runtime) -> 
         assert response.outputs["Y"].shape == (1 << 18,)
         assert (response.outputs["Y"] == i).all()
     del response
-    link = runtime._models.find("responder").supervisor.records[0].instance.state.link
+    link = hosted_in(runtime, "responder").supervisor.records[0].instance.state.link
     wait_until(lambda: link.size_bytes() <= 4 << 20, what="the regions to be given back")
 
 
@@ -274,7 +275,7 @@ def test_open_requests_fail_when_their_stub_dies(runtime: moonpool.Runtime) -> N
     first = stream(runtime, "keep")
     wait_until(lambda: open_requests(runtime) == 2)
     (instance,) = runtime.instances("responder")
-    runtime._models.find("responder").supervisor.records[0].instance.state.process.kill()
+    hosted_in(runtime, "responder").supervisor.records[0].instance.state.process.kill()
     with pytest.raises(StubDied):
         next(first)
     with pytest.raises(StubDied):
@@ -313,7 +314,7 @@ def test_a_model_is_told_of_all_who_leave_at_the_same_time(runtime: moonpool.Run
 
     with hosted(runtime, "many", MODELS / "keeps_senders.py", config):
         streams = [ask(1) for _ in range(many)]
-        scheduler = runtime._models.find("many").scheduler
+        scheduler = hosted_in(runtime, "many").scheduler
         wait_until(lambda: len(scheduler.open_requests) == many)
         pid = runtime.instances("many")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)

@@ -28,6 +28,7 @@ from tests.ensemble_repositories import (
     write_ensemble,
     write_model,
 )
+from tests.inside import hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -110,7 +111,7 @@ def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
 
 
 def in_flight(runtime: moonpool.Runtime, *names: str) -> int:
-    return sum(runtime._models.find(name).scheduler.in_flight for name in names)
+    return sum(hosted_in(runtime, name).scheduler.in_flight for name in names)
 
 
 class TestRequests:
@@ -266,7 +267,7 @@ class TestInTheMiddle:
         with holding(tmp_path) as (runtime, held):
             futures = [runtime.submit("held", {"A": X}) for _ in range(5)]
             wait_until(lambda: in_flight(runtime, "holds") > 0, what="a step to begin")
-            runtime._models.begin_unload("adds")
+            registry_of(runtime).begin_unload("adds")
             with pytest.raises(moonpool.ModelUnavailable, match=r"'held' which is .* unloading"):
                 runtime.infer("held", {"A": X})
             held.unlink()
@@ -386,9 +387,9 @@ class TestLoading:
         with moonpool.Runtime(repository, models=["failing"]) as runtime:
             runtime.load("adds")
             runtime.load("branches")
-            runtime._models.begin_unload("failing", with_members=True)
+            registry_of(runtime).begin_unload("failing", with_members=True)
             wait_until(lambda: sorted(runtime.models()) == ["adds", "branches", "fails"])
-            runtime._models.begin_unload("branches", with_members=True)
+            registry_of(runtime).begin_unload("branches", with_members=True)
             wait_until(lambda: sorted(runtime.models()) == ["adds"])
 
     @pytest.mark.parametrize(
@@ -452,13 +453,13 @@ class TestLoading:
         config = tmp_path / "adds" / "config.pbtxt"
         steps = tmp_path / "three" / "config.pbtxt"
         with moonpool.Runtime(tmp_path) as runtime:
-            before = runtime._models.find("three")
+            before = hosted_in(runtime, "three")
             runtime.scale("adds", 2)
             config.write_text(config.read_text() + "instance_group [{ count: 3 kind: KIND_CPU }]")
             runtime.load("adds")
             assert len(runtime.instances("adds")) == 3
             assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
-            assert runtime._models.find("three") is before
+            assert hosted_in(runtime, "three") is before
 
             steps.write_text(ensemble_text(chain(["adds"] * 5)))
             pids = [each["pid"] for each in runtime.instances("adds")]
@@ -594,14 +595,14 @@ class TestCache:
             with pytest.raises(moonpool.ModelError, match="in ensemble 'failing', not today"):
                 runtime.infer("failing", {"A": X})
         assert executions(runtime, "fails") == 2
-        assert len(runtime._models.find("failing").scheduler._missed) == 0  # type: ignore[attr-defined]
+        assert len(hosted_in(runtime, "failing").scheduler._missed) == 0  # type: ignore[attr-defined]
 
     def test_a_caller_that_leaves_is_forgotten(self, cached: tuple[Path, moonpool.Runtime]) -> None:
         folder, runtime = cached
         held = folder / "holds" / "1" / "HELD"
         held.touch()
         runtime.load("slow")
-        scheduler = runtime._models.find("slow").scheduler
+        scheduler = hosted_in(runtime, "slow").scheduler
         with pytest.raises(moonpool.RequestTimedOut):
             runtime.infer("slow", {"A": X}, timeout_s=0.05)
         stays = runtime.submit("slow", {"A": X})
@@ -619,7 +620,7 @@ class TestCache:
         held.touch()
         runtime.load("slow")
         before = runtime.submit("slow", {"A": X + 1})
-        executing = runtime._models.find("holds").scheduler
+        executing = hosted_in(runtime, "holds").scheduler
         wait_until(lambda: executing.executing == 1)
         code = folder / "holds" / "1" / "model.py"
         code.write_text(HOLDS.replace("as_numpy() + 1", "as_numpy() + 10"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, tensor
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -161,7 +162,7 @@ def test_a_client_that_leaves_ends_the_loop_and_frees_the_slot(
         for stream in streams:
             stream.close()
         assert client.ask(2)[-1] == 0
-        scheduler = client.runtime._models.find("m").scheduler
+        scheduler = hosted_in(client.runtime, "m").scheduler
         wait_until(lambda: not scheduler.executing and not scheduler.queued)
         assert len(client.steps("r0")) < FOR_EVER
 
@@ -171,7 +172,7 @@ def test_a_client_whose_time_is_over_ends_the_loop(serve: Serve, *, is_decoupled
     with serve(is_decoupled=is_decoupled, iterative_sequence=True) as client:
         with pytest.raises(moonpool.RequestTimedOut):
             client.ask(FOR_EVER, timeout_s=0.1)
-        scheduler = client.runtime._models.find("m").scheduler
+        scheduler = hosted_in(client.runtime, "m").scheduler
         wait_until(lambda: not scheduler.executing and not scheduler.queued)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, is_running, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -235,7 +236,7 @@ def test_instances_are_recycled_under_load_and_every_answer_is_right(runtime: mo
         for thread in threads:
             thread.join(120.0)
         assert wrong == []
-        supervisor = runtime._models.find("recycled").supervisor
+        supervisor = hosted_in(runtime, "recycled").supervisor
         # One instance serves all 240 requests, six times 40. Two instances share them in any way.
         least = callers * each_asks // limit if instances == 1 else 1
 
@@ -260,7 +261,7 @@ def test_a_recycled_instance_is_forked_from_the_template_where_there_is_one(
         pids = [ask(runtime, "pid") for _ in range(20)]
         assert [len(set(pids[i : i + 5])) for i in range(0, 20, 5)] == [1] * 4
         assert len(set(pids)) == 4
-        counts = runtime._models.find("greedy").supervisor.recycling.counts
+        counts = hosted_in(runtime, "greedy").supervisor.recycling.counts
         wait_until(lambda: counts.total() == 4, 60.0)
         wait_until(lambda: runtime.is_ready("greedy"), 60.0)
 

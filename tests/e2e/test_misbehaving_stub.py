@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.faults.known import MISBEHAVE
+from tests.inside import registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -362,7 +363,7 @@ def test_loads_are_copied_only_where_they_are_granted_and_as_many_as_there_is_ro
         monkeypatch.setattr(dispatcher, "COPIED_LOADS_BYTES", 200 << 20)
     with hosted(runtime, "loads", MODELS / "echo.py", SIGNATURE | options(**seen)):
         if why == "not in this mode":
-            monkeypatch.setattr(runtime._models, "refuses_control", "not in this mode")
+            monkeypatch.setattr(registry_of(runtime), "refuses_control", "not in this mode")
         runtime.infer("loads", {"X": X}, timeout_s=60.0)
         said = []
 

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -42,7 +43,7 @@ def handle(runtime: moonpool.Runtime, how: str, x: NDArray[np.float32]) -> dict[
 
 def shared_bytes(runtime: moonpool.Runtime) -> int:
     """Return the size of all shared memory of the model's only instance."""
-    record = runtime._models.find("keeper").supervisor.records[0]
+    record = hosted_in(runtime, "keeper").supervisor.records[0]
     return int(record.instance.state.link.size_bytes())
 
 

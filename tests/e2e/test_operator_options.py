@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in
 
 import moonpool
 
@@ -177,7 +178,7 @@ def test_options_by_name_are_there_for_what_a_runtime_loads_itself(models: Path,
     with moonpool.Runtime(models, model_options=said) as runtime:
         assert asked(runtime, "one", data) == ["data", ""]
         assert asked(runtime, "two", data) == ["refused", ""]
-        assert runtime._models.find("one").model.options.memory_limit_bytes == 1 << 30
+        assert hosted_in(runtime, "one").model.options.memory_limit_bytes == 1 << 30
 
 
 @pytest.mark.promise("The sandbox: grants", "A client or …")

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.e2e.made import made_by, missing
+from tests.inside import registry_of
 
 import moonpool
 from moonpool.runtime.repository.loading import HostingRules
@@ -35,7 +36,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(repository: Path) -> Iterator[moonpool.Runtime]:
     # One after the other, and without completing: each process needs a processor for some seconds to import PyTorch.
     with moonpool.Runtime(repository, models=[]) as runtime:
-        runtime._models.rules = HostingRules(completes=False)
+        registry_of(runtime).rules = HostingRules(completes=False)
         yield runtime
 
 

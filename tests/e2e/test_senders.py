@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -53,7 +54,7 @@ def test_a_client_that_does_not_wait_any_more_is_a_cancelled_request(runtime: mo
 
 @pytest.mark.promise("Responses at any time", "If a caller gives up …")
 def test_a_future_that_is_cancelled_is_a_cancelled_request(runtime: moonpool.Runtime) -> None:
-    scheduler = runtime._models.find("rules").scheduler
+    scheduler = hosted_in(runtime, "rules").scheduler
 
     def sees_it() -> bool:
         future = runtime.submit("rules", {"HOW": ["wait_cancelled"]})

@@ -17,6 +17,7 @@ from tests.e2e.hosting import MODELS, hosted, open_to_all, options
 from tests.e2e.sequence_client import END, PATIENCE_S, START
 from tests.e2e.test_iterative import config as countdown
 from tests.e2e.test_sequences import STRATEGIES, config
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -88,7 +89,7 @@ def test_every_sum_is_right_in_a_storm_and_nothing_is_left(runtime: moonpool.Run
 
 
 def check_empty(runtime: moonpool.Runtime) -> None:
-    scheduler = runtime._models.find("m").scheduler
+    scheduler = hosted_in(runtime, "m").scheduler
     wait_until(lambda: not scheduler.queued and not scheduler.executing)
     sequencer = scheduler._queue._sequencer  # type: ignore[attr-defined]
     assert not sequencer._executing
@@ -138,4 +139,4 @@ def test_generations_that_are_left_and_killed_leave_nothing(
         assert counts["RequestTimedOut"]
         assert set(counts) <= {"answered", "RequestTimedOut", "StubDied", SequenceLost.__name__}
         check_empty(runtime)
-        wait_until(lambda: not len(runtime._models.find("m").scheduler.open_requests))
+        wait_until(lambda: not len(hosted_in(runtime, "m").scheduler.open_requests))

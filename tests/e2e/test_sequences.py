@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, tensor
 from tests.e2e.sequence_client import END, PATIENCE_S, START, SequenceClient, Serve, Told, sequence_config, told
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -434,7 +435,7 @@ def test_a_request_that_starts_a_sequence_can_be_tried_again(runtime: moonpool.R
     with hosted(runtime, "m", MODELS / "sequences.py", made):
         client = Client(runtime, tmp_path)
         held = client.send("1s", held=True)
-        wait_until(lambda: runtime._models.find("m").scheduler.executing == 1)
+        wait_until(lambda: hosted_in(runtime, "m").scheduler.executing == 1)
         os.kill(runtime.instances("m")[0]["pid"], signal.SIGKILL)
         client.open()
         assert told(held)["sum"] == 1

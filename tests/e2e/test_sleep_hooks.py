@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import options, tensor
 from tests.faults.known import MISBEHAVE
+from tests.inside import hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -108,7 +109,7 @@ def ask(runtime: moonpool.Runtime, plan: str = "", name: str = "m") -> tuple[Any
 
 
 def state_of(runtime: moonpool.Runtime, name: str = "m") -> Residence:
-    residence = runtime._models.find(name).residence
+    residence = hosted_in(runtime, name).residence
     assert residence is not None
     return residence.state
 
@@ -127,7 +128,7 @@ def test_a_model_sleeps_and_wakes_in_its_process(tmp_path: Path, is_async: bool)
     with idle(tmp_path, is_async=is_async) as runtime:
         pid, *_ = ask(runtime)
         falls(runtime, Residence.DORMANT)
-        (status,) = runtime._models.statuses()["m"].versions
+        (status,) = registry_of(runtime).statuses()["m"].versions
         assert status.reason == "asleep with its processes: the next request wakes it"
         assert [each["pid"] for each in runtime.instances("m")] == [pid]
         # Its own `is_ready` would say no, and is not asked.
@@ -246,7 +247,7 @@ def test_another_number_of_instances_holds_from_the_next_start_on(tmp_path: Path
         falls(runtime, Residence.DORMANT)
         runtime.scale("m", 2)
         ask(runtime)
-        assert len(runtime._models.find("m").supervisor.records) == 2
+        assert len(hosted_in(runtime, "m").supervisor.records) == 2
 
 
 def test_all_objects_of_a_process_sleep(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_memory_of_gpus_is_freed_without_an_end(
         for _ in range(4):
             wait_until(lambda: len(dormant(runtime, *pids)) == 1, PATIENCE_S)
             (name,) = dormant(runtime, *pids)
-            found = runtime._models.find(name).residence
+            found = hosted_in(runtime, name).residence
             assert found is not None
             assert 0 < found.dormant_need.gpu_bytes < 128 * MIB < found.need.gpu_bytes
             assert found.sleeps["memory"] >= 1

@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 from tests.chaos.figures import rss_bytes
 from tests.e2e.soaking import MODELS_BY_KIND, TASKS, THREADS, Soak, X, load_all, settle
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -37,7 +38,7 @@ class Figures:
         self.shared_bytes: dict[str, int] = {}
         self.open: dict[str, int] = {}
         for name in MODELS_BY_KIND:
-            hosted = runtime._models.find(name)
+            hosted = hosted_in(runtime, name)
             (record,) = hosted.supervisor.records
             (row,) = runtime.instances(name)
             self.rss_bytes[name] = rss_bytes(row["pid"])

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.e2e.test_ways_agree import link_of
+from tests.inside import hosted_in, registry_of
 from tests.leaks import Holdings
 from tests.waiting import wait_until
 
@@ -55,7 +56,7 @@ def kill(runtime: moonpool.Runtime, number: int = 0) -> int:
 
 def is_taken(runtime: moonpool.Runtime) -> bool:
     """Return True if the process of the first instance has a batch; one that it never took would go to the next."""
-    is_sent = runtime._models.find("victim").scheduler.executing > 0
+    is_sent = hosted_in(runtime, "victim").scheduler.executing > 0
     return is_sent and getattr(link_of(runtime, "victim").conversation.channel, "was_taken", True)
 
 
@@ -76,7 +77,7 @@ def ended(runtime: moonpool.Runtime, pid: int) -> None:
 
 def test_the_end_of_a_process_that_is_known_late_does_not_count_for_the_next_one(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "victim", FILE, SIGNATURE):
-        (record,) = runtime._models.find("victim").supervisor.records
+        (record,) = hosted_in(runtime, "victim").supervisor.records
         first = record.instance.state
         pid = kill(runtime)
         wait_until(lambda: runtime.instances("victim")[0]["restarts"] == 1, 60.0)
@@ -116,7 +117,7 @@ def test_a_request_that_a_process_never_took_goes_to_the_next_one(runtime: moonp
             pytest.skip("a socket does not tell what its reader has taken")
         os.kill(pid, signal.SIGSTOP)
         sent = send(runtime, "answer")
-        wait_until(lambda: runtime._models.find("victim").scheduler.executing == 1)
+        wait_until(lambda: hosted_in(runtime, "victim").scheduler.executing == 1)
         os.kill(pid, signal.SIGKILL)
         assert pid_from(sent) != pid
 
@@ -406,7 +407,7 @@ def test_a_model_that_nobody_can_load_again_comes_back_by_itself(
 ) -> None:
     limits = options(**SEEN, MAX_RESTARTS=0, RESTART_WINDOW_S=5, RESTART_BACKOFF_MAX_S=5)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
-        monkeypatch.setattr(runtime._models, "refuses_control", "not in this mode")
+        monkeypatch.setattr(registry_of(runtime), "refuses_control", "not in this mode")
         monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
         pid = kill(runtime)
         wait_until(lambda: state(runtime) == "FAILED", 60.0)
@@ -439,8 +440,8 @@ def test_a_stub_that_waits_for_a_reactor_that_does_nothing_waits_for_a_limited_t
 ) -> None:
     held = threading.Event()
     with moonpool.Runtime() as runtime, hosted(runtime, "echo", MODELS / "echo.py", ECHO):
-        stub = runtime._models.find("echo").supervisor.records[0].instance.state
-        runtime._models.stubs.reactor.call_soon(lambda: held.wait(60.0))
+        stub = hosted_in(runtime, "echo").supervisor.records[0].instance.state
+        registry_of(runtime).stubs.reactor.call_soon(lambda: held.wait(60.0))
         monkeypatch.setattr(handles, "_REACTOR_S", 0.01)
         try:
             with pytest.raises(moonpool.MoonpoolError, match=r"\[echo_0\] .* has done nothing for 0.01 s"):

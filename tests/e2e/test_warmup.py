@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, open_to_all, tensor
+from tests.inside import hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -99,7 +100,7 @@ def test_a_model_without_batches_is_warmed_up_with_several_requests(runtime: moo
 @pytest.mark.promise("Models", "Every instance executes the warm-up …")
 def test_an_instance_is_warmed_up_after_each_restart(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     with hosted(runtime, "m", WARMED, warmed.config(sample())):
-        (record,) = runtime._models.find("m").supervisor.records
+        (record,) = hosted_in(runtime, "m").supervisor.records
         pid = int(warmed.log.read_text().split()[1])
         os.kill(pid, 9)
         wait_until(lambda: record.restarts == 1, PATIENCE_S)
@@ -261,7 +262,7 @@ def test_a_load_may_be_given_up_while_it_warms_up(
 ) -> None:
     loading = in_background(runtime.load, "m", WARMED, config=warmed.config(sample(), does="hang"))
     wait_until(lambda: len(warmed.batches) == 1, PATIENCE_S)
-    runtime._models.give_up_loading()
+    registry_of(runtime).give_up_loading()
 
     with pytest.raises(LoadFailed, match="the start of 'm_0' was interrupted"):
         loading.result(PATIENCE_S)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.e2e.hosting import Config, hosted, same, tensor
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -148,7 +149,7 @@ def outcome_of(runtime: moonpool.Runtime, model: str, each: Asked, **options: An
 
 
 def link_of(runtime: moonpool.Runtime, model: str) -> Link:
-    (record,) = runtime._models.find(model).supervisor.records
+    (record,) = hosted_in(runtime, model).supervisor.records
     link: Link = record.instance.state.link
     return link
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.ensemble_repositories import write_model
+from tests.inside import hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -33,11 +34,11 @@ def test_a_load_that_failed_keeps_no_files() -> None:
     kept = weakref.ref(files)
     with moonpool.Runtime() as runtime:
         with pytest.raises(moonpool.MoonpoolError):
-            runtime._models.load(Wanted("m", files=files, config={"max_batch_size": -1}, is_whole=True))
+            registry_of(runtime).load(Wanted("m", files=files, config={"max_batch_size": -1}, is_whole=True))
         del files
         gc.collect()
         assert kept() is None
-        failure = runtime._models.statuses()["m"].failure
+        failure = registry_of(runtime).statuses()["m"].failure
         assert failure is not None
         assert "max_batch_size" in failure.text
 
@@ -48,22 +49,22 @@ def test_a_model_has_its_files_on_the_disk_and_is_gone_with_its_unload(tmp_path:
     files = Files({name: (tmp_path / "m" / name).read_bytes() for name in names})
     kept_files = weakref.ref(files)
     with moonpool.Runtime() as runtime:
-        runtime._models.load(Wanted("m", files=files, config={}, is_whole=False))
+        registry_of(runtime).load(Wanted("m", files=files, config={}, is_whole=False))
         del files
         gc.collect()
         assert kept_files() is None
-        kept = weakref.ref(runtime._models.find("m"))
+        kept = weakref.ref(hosted_in(runtime, "m"))
         runtime.unload("m")
         wait_until(lambda: gc.collect() >= 0 and kept() is None)
-        (version,) = runtime._models.statuses()["m"].versions
+        (version,) = registry_of(runtime).statuses()["m"].versions
         assert version.reason == "unloaded"
 
 
 def test_a_name_that_no_model_can_have_is_not_kept() -> None:
     with moonpool.Runtime() as runtime:
         with pytest.raises(moonpool.MoonpoolError, match="must be 1 to 512"):
-            runtime._models.load(Wanted("n" * 1_000_000))
-        assert runtime._models.statuses() == {}
+            registry_of(runtime).load(Wanted("n" * 1_000_000))
+        assert registry_of(runtime).statuses() == {}
 
 
 @pytest.mark.promise(
@@ -73,7 +74,7 @@ def test_a_name_that_no_model_can_have_is_not_kept() -> None:
 def test_executions_count_whatever_their_size(tmp_path: Path) -> None:
     write_model(tmp_path, "m", more="max_batch_size: 8")
     with moonpool.Runtime(tmp_path) as runtime:
-        statistics = runtime._models.find("m").scheduler.statistics
+        statistics = hosted_in(runtime, "m").scheduler.statistics
         statistics._batches |= {8 + more: [1, 0, 0, 0] for more in range(MOST_BATCH_SIZES - 1)}
 
         def ask() -> None:

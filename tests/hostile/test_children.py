@@ -15,6 +15,7 @@ from tests import lesser_kernel
 from tests.e2e.hosting import options
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.e2e.test_children import CONFIG, LIBRARIES, found, skip_without, written
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -259,7 +260,7 @@ def test_what_a_child_was_refused_is_named_at_the_deadline(runtime: moonpool.Run
     try:
         text = f"fork\n{REFUSED_IN_A_CHILD}"
         asked = runtime.submit("late", {"X": [text]})
-        denials = runtime._models.find("late").model.denials
+        denials = hosted_in(runtime, "late").model.denials
         wait_until(lambda: denials.counts("late_0")["socket"] == 1, 60.0)
         # The refusal is as old as the batch, and not younger than its limit.
         (refused,) = denials.latest("late_0")

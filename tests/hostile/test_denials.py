@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import Attacker, Outcome, load_attacker
 from tests.hostile.conftest import Attackers
+from tests.inside import hosted_in
 from tests.waiting import wait_until
 
 import moonpool
@@ -26,11 +27,11 @@ SAID = "its sandbox did not let it "
 
 
 def counts(attacker: Attacker) -> dict[str, int]:
-    return attacker.runtime._models.find(attacker.name).model.denials.counts(f"{attacker.name}_0")
+    return hosted_in(attacker.runtime, attacker.name).model.denials.counts(f"{attacker.name}_0")
 
 
 def latest(attacker: Attacker) -> list[Denial]:
-    return attacker.runtime._models.find(attacker.name).model.denials.latest(f"{attacker.name}_0")
+    return hosted_in(attacker.runtime, attacker.name).model.denials.latest(f"{attacker.name}_0")
 
 
 # Acts that are always refused, by the kind of their denial.
@@ -294,7 +295,7 @@ threads = [threading.Thread(target=run, args=[number]) for number in range(4)]
     # here.
     runtime.load("floods", written(tmp_path_factory.mktemp("floods") / "floods"), config=CONFIG)
     try:
-        denials = runtime._models.find("floods").model.denials
+        denials = hosted_in(runtime, "floods").model.denials
         with pytest.raises(moonpool.ModelError):
             runtime.infer("floods", {"CODE": [flood]}, timeout_s=60.0)
 
@@ -438,7 +439,7 @@ def test_refusals_of_a_template_and_of_its_instances_are_told_of_each(
     parameters = CONFIG["parameters"] | {"MOONPOOL_PREFORK": {"string_value": "imports"}}  # type: ignore[operator]
     runtime.load("forked", folder, config=CONFIG | {"parameters": parameters})
     try:
-        denials = runtime._models.find("forked").model.denials
+        denials = hosted_in(runtime, "forked").model.denials
         with pytest.raises(moonpool.ModelError, match="MOONPOOL_SANDBOX_PATHS=ro:/home"):
             runtime.infer("forked", {"CODE": ["os.listdir('/home')"]}, timeout_s=60.0)
         names = ("forked_0", "forked_template")

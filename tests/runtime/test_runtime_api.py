@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import registry_of
 from tests.runtime.adders import CONFIG, repository, rows, runtime, write_model
 from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.recorder import PATIENCE_S
@@ -140,11 +141,11 @@ def test_a_cancelled_load_is_given_up(double: Path) -> None:
     async def use() -> None:
         async with Runtime() as runtime:
             loading = asyncio.ensure_future(runtime.aload("m", double))
-            await asyncio.to_thread(wait_until, lambda: runtime._models._loading)
+            await asyncio.to_thread(wait_until, lambda: registry_of(runtime)._loading)
             loading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await loading
-            assert runtime._models._loading == []
+            assert registry_of(runtime)._loading == []
             with pytest.raises(moonpool.ModelNotFound):
                 runtime.config("m")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import registry_of
 from tests.runtime.adders import CONFIG, repository, rows, runtime, write_model
 from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
@@ -51,7 +52,7 @@ def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
         raise RuntimeError("can't start new thread")
 
     with Runtime(repository, models=["add"]) as runtime:
-        models = runtime._models
+        models = registry_of(runtime)
         with models._locks.hold("add"):  # a load would hold this lock
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import registry_of
 from tests.server.repositories import BAD, CONFIG, ECHO
 from tests.server.running import running
 from tests.waiting import wait_until
@@ -142,7 +143,7 @@ def test_a_runtime_loads_all_models_of_an_address(store: Store) -> None:
         assert runtime.models() == {"good": [3], "other": [1]}
         assert runtime.infer("good", IN)["OUT"].tolist() == [[1.0] * 4]
     with pytest.raises(RepositoryError, match="the runtime was closed"):
-        runtime._models.repositories.find("good")
+        registry_of(runtime).repositories.find("good")
 
 
 @pytest.mark.promise(
@@ -258,7 +259,7 @@ def test_models_are_loaded_and_unloaded_on_demand(store: Store, runtime: moonpoo
 
 
 def test_the_copy_of_a_replaced_model_may_go_when_it_is_unloaded(store: Store, runtime: moonpool.Runtime) -> None:
-    cache = runtime._models.repositories._clouds[0]._copies._cache
+    cache = registry_of(runtime).repositories._clouds[0]._copies._cache
     runtime.load("good")
     store.write("good", ECHO + "\n")
     runtime.load("good")
@@ -305,7 +306,7 @@ def test_one_model_is_loaded_from_its_address(store: Store, monkeypatch: pytest.
         store.write("good", ECHO + "\n")
         runtime.load("mine", f"{store.url}/good")
         assert runtime.instances("mine")[0]["pid"] != before
-        repositories = runtime._models.repositories
+        repositories = registry_of(runtime).repositories
         (copies,) = repositories._apart.values()
     with pytest.raises(RepositoryError, match="the runtime was closed"):
         repositories.find_at(f"{store.url}/good")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import registry_of
 from tests.server.repositories import CONFIG, write
 from tests.server.running import running
 
@@ -63,7 +64,7 @@ def test_instances_of_a_server_run_on_the_processors_of_their_kind(tmp_path: Pat
 def test_each_group_has_its_policy(tmp_path: Path) -> None:
     write(tmp_path, "m")
     with moonpool.Runtime(tmp_path, models=[]) as runtime:
-        registry = runtime._models
+        registry = registry_of(runtime)
         policies = {"near": (FIRST,), "far": (LAST,), "cpu": (LAST,)}
         registry.rules = replace(registry.rules, host_policies=policies)
         groups = [group(1, "near"), group(1, "far"), group(1), group(1, "unknown")]

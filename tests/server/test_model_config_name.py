@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.inside import registry_of
 from tests.server.repositories import CONFIG, write
 from tests.server.running import running
 
@@ -38,7 +39,7 @@ def test_its_instances_change_while_it_serves(tmp_path: Path) -> None:
     write(tmp_path, "m")
     file = named(tmp_path, CONFIG)
     with moonpool.Runtime(tmp_path, models=[]) as runtime:
-        runtime._models.repositories.config_name = "h100"
+        registry_of(runtime).repositories.config_name = "h100"
         control = RepositoryControl(runtime, mode="poll")
         control.poll()
         (before,) = runtime.instances("m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.inside import registry_of
 from tests.server.page.models import write
 
 import moonpool
@@ -22,7 +23,7 @@ def test_the_sandbox_is_a_column_where_it_is_not_the_usual_one(tmp_path: Path, l
     config = {"parameters": {"MOONPOOL_SANDBOX": {"string_value": level}}}
     with moonpool.Runtime(tmp_path, models=[]) as runtime:
         runtime.load("add_sub", config=config)
-        head, _, row = model_table(runtime._models.statuses()).splitlines()[1:4]
+        head, _, row = model_table(registry_of(runtime).statuses()).splitlines()[1:4]
 
     shown = ["Model", "Version", "Status", "Sandbox"], ["add_sub", "1", "READY", level]
     columns = 3 if level == "standard" else 4

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.e2e.hosting import MODELS
 from tests.gpu.cards import Fake, card, fake, fake_library
+from tests.inside import hosted_in
 
 import moonpool
 from moonpool.ipc.cuda.array import DeviceArray
@@ -65,7 +66,7 @@ class Host:
 
     def memory_used(self, model: str = "m") -> int:
         """Blocks that callers have on the device."""
-        hosted = self.runtime._models.find(model, None)
+        hosted = hosted_in(self.runtime, model, None)
         memory = hosted.model.state.caller_memory.on_device(0)
         memory.empty((1,), 11, 4)
         return len(list(memory._arena.blocks())) - 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.devices.conftest import FakeHost, Foreign, Host
 from tests.waiting import wait_until
 
@@ -153,7 +154,7 @@ def test_other_wishes_are_refused(host: Host, wish: str) -> None:
 def test_outputs_for_servers_come_in_ordinary_memory(host: Host, kind: str) -> None:
     """HTTP and gRPC send such outputs on as bytes."""
     host.load(kind=kind)
-    hosted = host.runtime._models.find("m", None)
+    hosted = hosted_in(host.runtime, "m", None)
     inputs: dict[str, Any] = {"X": host.on_device(VALUES), "HOW": np.array([b"add"], object)}
     request = make_request(hosted, inputs)
 

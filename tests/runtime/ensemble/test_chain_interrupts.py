@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.ensemble_repositories import Io, chain, write_ensemble, write_model
+from tests.inside import hosted_in
 from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.recorder import Recorder
 from tests.waiting import wait_until
@@ -30,9 +31,9 @@ parameters [{ key: "MOONPOOL_MAX_RESTARTS" value { string_value: "1000" } },
 
 def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
     """Return True if no request is inside, and each model has its instance."""
-    schedulers = [runtime._models.find(name).scheduler for name in members]
+    schedulers = [hosted_in(runtime, name).scheduler for name in members]
     is_idle = all(len(each._idle) == 1 and not each._busy and not each.queued for each in schedulers)
-    return is_idle and not runtime._models.find(ensemble).scheduler.in_flight
+    return is_idle and not hosted_in(runtime, ensemble).scheduler.in_flight
 
 
 @pytest.mark.promise(

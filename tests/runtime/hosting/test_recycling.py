@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, counted, row, x
 from tests.waiting import wait_until
@@ -29,7 +30,7 @@ def after(requests: int) -> dict[str, Any]:
 
 
 def supervisor_of(runtime: Runtime) -> supervisor.Supervisor:
-    return runtime._models.find("m").supervisor
+    return hosted_in(runtime, "m").supervisor
 
 
 def recycled(runtime: Runtime, count: int) -> None:
@@ -161,7 +162,7 @@ def later(folder: Path) -> tuple[Later, Runtime]:
     backend = Later()
     runtime = Runtime(backends=[backend])
     runtime.load("m", folder, config=config(backend="later", **after(1)))
-    hosted = runtime._models.find("m")
+    hosted = hosted_in(runtime, "m")
     hosted.model.state = hosted.scheduler.reactor
     return backend, runtime
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, counted, model_directory, row, x
 from tests.waiting import wait_until
@@ -176,7 +177,7 @@ def test_an_end_does_not_wait_for_what_nobody_wants(folder: Path, end: Callable[
 @pytest.mark.parametrize("is_executing", [True, False])
 def test_an_instance_that_breaks_while_it_leaves_is_not_started_again(folder: Path, is_executing: bool) -> None:
     with holding(folder, **counted(2)) as (backend, runtime):
-        records = runtime._models.find("m").supervisor.records
+        records = hosted_in(runtime, "m").supervisor.records
         callers = [Caller(runtime, x(i)) for i in range(2)] if is_executing else []
         if is_executing:
             backend.wait_for(2)
@@ -208,7 +209,7 @@ def test_a_sequence_is_finished_where_it_is(folder: Path) -> None:
         assert set(places.values()) == {"m_0_0", "m_0_1"}
         (going,) = (sequence for sequence in places if places[sequence] == "m_0_1")
         scaling = in_thread(runtime.scale, "m", 1)
-        wait_until(runtime._models.find("m").supervisor.records[1].stopping.is_set)
+        wait_until(hosted_in(runtime, "m").supervisor.records[1].stopping.is_set)
         assert ask(going) == "m_0_1"
         assert scaling.is_alive()
         assert ask(going, END) == "m_0_1"
@@ -309,7 +310,7 @@ def test_a_limit_for_executions_that_comes_later_holds(folder: Path) -> None:
 def test_a_model_that_does_not_serve_is_loaded_anew(folder: Path) -> None:
     given_up: dict[str, Any] = {"parameters": {"MOONPOOL_MAX_RESTARTS": "0"}}
     with holding(folder, **given_up) as (backend, runtime):
-        runtime._models.find("m").supervisor.records[0].instance.report_broken(PeerGone("gone"))
+        hosted_in(runtime, "m").supervisor.records[0].instance.report_broken(PeerGone("gone"))
         wait_until(lambda: not runtime.is_ready("m"), PATIENCE_S)
         wait_until(lambda: runtime.instances("m")[0]["state"] == "FAILED", PATIENCE_S)
         runtime.load("m", folder, config=config(backend="holding", **given_up, **counted(2)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import HoldingBackend, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, counted, x
 from tests.waiting import wait_until
@@ -24,7 +25,7 @@ def in_thread(act: Any, *arguments: Any) -> threading.Thread:
 
 def test_an_instance_that_breaks_while_idle_comes_back(folder: Path) -> None:
     with holding(folder) as (backend, runtime):
-        (record,) = runtime._models.find("m").supervisor.records
+        (record,) = hosted_in(runtime, "m").supervisor.records
         for i in range(3):
             record.instance.report_broken(PeerGone(f"gone {i}"))
             wait_until(lambda i=i: record.restarts == i + 1)  # type: ignore[misc]
@@ -48,7 +49,7 @@ def test_an_instance_comes_back_once_a_thread_can_be_started(
 ) -> None:
     gone = PeerGone("the instance is gone")
     with holding(folder) as (backend, runtime):
-        (record,) = runtime._models.find("m").supervisor.records
+        (record,) = hosted_in(runtime, "m").supervisor.records
         lost = runtime.submit("m", x(1)) if executes else None
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -59,7 +60,7 @@ def test_an_instance_comes_back_once_a_thread_can_be_started(
             wait_until(lambda: record.unrecovered is not None)
             # The reactor tries again, and must not wait for the instance either.
             tried = threading.Event()
-            runtime._models.stubs.reactor.call_later(0.3, tried.set)
+            registry_of(runtime).stubs.reactor.call_later(0.3, tried.set)
             assert tried.wait(PATIENCE_S)
         if lost is not None:
             with pytest.raises(PeerGone, match="the instance is gone"):
@@ -75,7 +76,7 @@ def test_an_unload_recovers_an_instance_for_which_no_thread_can_be_started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holding(folder) as (backend, runtime):
-        (record,) = runtime._models.find("m").supervisor.records
+        (record,) = hosted_in(runtime, "m").supervisor.records
         lost = runtime.submit("m", x(1))
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -118,7 +119,7 @@ def test_an_unload_waits_for_whoever_looks_after_an_idle_instance(
             raise PeerGone("while it was looked after")
 
     with holding(folder) as (backend, runtime):
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         monkeypatch.setattr(backend, "tidy", tidy)
         tidying = in_thread(hosted.supervisor._tidy)
         assert inside.wait(PATIENCE_S)
@@ -145,7 +146,7 @@ def test_an_unload_waits_for_whoever_finds_out_why_an_instance_broke(
         return error
 
     with holding(folder, drain_timeout_s=0.0) as (backend, runtime):
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         monkeypatch.setattr(backend, "explain", explain)
         lost = runtime.submit("m", x(1))
         backend.wait_for(1).break_down(PeerGone("gone"))
@@ -168,7 +169,7 @@ def test_instances_that_break_while_their_model_is_unloaded_end_in_order(folder:
         backend = HoldingBackend()
         with Runtime(backends=[backend], drain_timeout_s=0.0) as runtime:
             runtime.load("m", folder, config=config(backend="holding", **counted(3)))
-            hosted = runtime._models.find("m")
+            hosted = hosted_in(runtime, "m")
             start = threading.Barrier(4)
 
             def report(record: Any, start: threading.Barrier = start) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.inside import hosted_in
+
 
 def replaced(name: str, file: str) -> ModuleType:
     """Put the extension in this file in the place of the installed one."""
@@ -117,7 +119,7 @@ def main(folder: Path, seconds: float) -> None:
                 checked(outputs, rows[n])
 
         async def clients(n: int) -> None:
-            hosted: Any = runtime._models.find("batched")
+            hosted: Any = hosted_in(runtime, "batched")
             service: Any = None
             plan = RequestPlan()
             plan.inputs = [InputPlan("X", CODES["FP32"], [1, n], None, 4 * n)]

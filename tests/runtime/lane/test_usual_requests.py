@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import Config, hosted, tensor
 from tests.e2e.test_ways_agree import link_of
+from tests.inside import hosted_in
 from tests.runtime.interrupting import interrupted_everywhere
 from tests.runtime.lane.built import counts, port_on, skip_without_compiled
 from tests.waiting import wait_until
@@ -183,7 +184,7 @@ def test_requests_of_many_threads_and_tasks_are_sent_and_read_by_the_port(model:
 
 
 def test_a_request_of_a_client_is_sent_and_read_by_the_port(model: moonpool.Runtime) -> None:
-    hosted = model._models.find("double")
+    hosted = hosted_in(model, "double")
 
     async def ask() -> WireTensor:
         request = make_request(hosted, {"X": X})
@@ -206,7 +207,7 @@ def test_strings_for_a_client_are_read_by_the_port(tmp_path: Path) -> None:
     config = {**CONFIG, **{put: [tensor(name, "STRING", -1)] for put, name in (("input", "X"), ("output", "Y"))}}
     texts = np.array([["a", "moon"]], object)
     with moonpool.Runtime() as runtime, hosted(runtime, "texts", file, config):
-        model = runtime._models.find("texts")
+        model = hosted_in(runtime, "texts")
 
         async def ask() -> WireTensor:
             outcome = await wait_for_outcome(model.scheduler, make_request(model, {"X": texts}), PATIENCE_S)
@@ -240,7 +241,7 @@ def test_an_interrupt_at_any_call_of_a_usual_request_leaves_a_usable_model(tmp_p
     limits = {"MOONPOOL_MAX_RESTARTS": "1000", "MOONPOOL_RESTART_BACKOFF_S": "0"}
     parameters = {key: {"string_value": value} for key, value in limits.items()}
     with moonpool.Runtime() as runtime, hosted(runtime, "double", file, {**CONFIG, "parameters": parameters}):
-        scheduler = runtime._models.find("double").scheduler
+        scheduler = hosted_in(runtime, "double").scheduler
 
         def check() -> None:
             assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
@@ -310,7 +311,7 @@ def test_a_future_has_its_outcome_from_a_batch_that_the_main_thread_drives(tmp_p
     file, goes_on = tmp_path / "double.py", tmp_path / "goes_on"
     file.write_text(WAITING.format(path=str(goes_on)))
     with moonpool.Runtime() as runtime, hosted(runtime, "double", file, CONFIG):
-        scheduler = runtime._models.find("double").scheduler
+        scheduler = hosted_in(runtime, "double").scheduler
         goes_on.touch()
         for _ in range(3):
             runtime.infer("double", {"X": X})

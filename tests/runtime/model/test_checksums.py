@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.waiting import wait_until
 
@@ -71,7 +72,7 @@ def test_a_file_that_is_forged_later_is_not_run_by_a_restart(tmp_path: Path, pre
         )
         os.utime(folder / FILE)
         (folder / FILE).write_text((folder / FILE).read_text().replace("a + b", "a - b"))
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         state: Any = hosted.supervisor.records[0].instance.state
         state.process.kill()
         wait_until(lambda: "gave up" in str(hosted.why_not_serving()), PATIENCE_S)

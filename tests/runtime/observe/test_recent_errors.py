@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, options, tensor
+from tests.inside import registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.promise(
 
 
 def errors(runtime: moonpool.Runtime) -> list[RecentError]:
-    return runtime._models.errors.latest()
+    return registry_of(runtime).errors.latest()
 
 
 class Unprintable(Exception):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.inside import registry_of
 from tests.server.repositories import CONFIG, write
 
 import moonpool
@@ -65,7 +66,7 @@ def test_a_model_is_not_asked_to_complete_its_configuration_where_that_is_off(tm
     with moonpool.Runtime(tmp_path, models=()) as runtime:
         with pytest.raises(moonpool.LoadFailed, match="was asked"):
             runtime.load("whole")
-        runtime._models.rules = HostingRules(completes=False)
+        registry_of(runtime).rules = HostingRules(completes=False)
         runtime.load("whole")
         assert [tensor.name for tensor in runtime.config("whole").outputs] == ["OUT"]
         with pytest.raises(moonpool.ConfigError, match="must specify"):

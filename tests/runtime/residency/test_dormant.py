@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller
 from tests.runtime.recorder import PATIENCE_S, config, x
 from tests.runtime.residency.test_residents import Gate, SleepyBackend, ask, entry_of, is_in, waits
@@ -106,7 +107,7 @@ def test_a_model_with_a_request_inside_is_not_asked_to_sleep(folder: Path) -> No
         future = runtime.submit("m", x(7))
         held = backend.wait_for(1)
         before = list(backend.hooks)
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         # The looks of the runtime do the same, again and again.
         assert not hosted.fall_asleep(may_stay=True)
         assert backend.hooks == before
@@ -142,7 +143,7 @@ def test_the_runtime_closes_while_a_hook_runs(folder: Path, hook: str) -> None:
 def test_an_instance_that_breaks_while_it_sleeps_ends_with_its_model(folder: Path) -> None:
     with hooked(folder) as (_, runtime):
         is_in(runtime, "m", Residence.DORMANT)
-        (record,) = runtime._models.find("m").supervisor.records
+        (record,) = hosted_in(runtime, "m").supervisor.records
         record.instance.report_broken(ConnectionError("gone"))
         wait_until(lambda: runtime.instances("m") == [], PATIENCE_S)
         is_in(runtime, "m", Residence.ASLEEP)
@@ -159,7 +160,7 @@ def test_a_model_that_is_given_up_while_it_wakes_lets_nobody_wait(
 ) -> None:
     with hooked(folder, MOONPOOL_MAX_RESTARTS="0") as (backend, runtime):
         is_in(runtime, "m", Residence.DORMANT)
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         wake_all = hosted.supervisor.wake_all
 
         def give_up_first() -> BaseException | None:

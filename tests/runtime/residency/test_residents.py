@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, HoldingBackend, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, model_directory, x
 from tests.waiting import wait_until
@@ -98,7 +99,7 @@ def ask(runtime: Runtime, name: str, value: float = 1.0) -> float:
 
 
 def entry_of(runtime: Runtime, name: str) -> ResidentModel:
-    found = runtime._models.find(name).residence
+    found = hosted_in(runtime, name).residence
     assert found is not None
     return found
 
@@ -321,7 +322,7 @@ def test_a_model_that_is_given_up_while_it_falls_asleep_can_be_woken(
         assert future.exception(PATIENCE_S) is not None
         restart.wait()
 
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         end_all = hosted.supervisor.end_all
 
         def give_up_first() -> None:
@@ -490,7 +491,7 @@ def test_a_model_with_a_sequence_stays(tmp_path: Path) -> None:
         runtime.load("m", folder, config=whole, options=idle)
         row = {"X": x(1)["X"].reshape(1, 1)}
         runtime.infer("m", row, correlation_id=1, flags=1, timeout_s=PATIENCE_S)
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         assert scheduler.is_used
         assert not scheduler.doze()
         # A look from before the request may just find out that it cannot sleep.

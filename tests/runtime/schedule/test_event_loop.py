@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, pending, queued
 from tests.runtime.recorder import PATIENCE_S, counted, row, x
 from tests.waiting import wait_until
@@ -59,7 +60,7 @@ async def ask(runtime: Runtime, inputs: dict[str, Any], **options: Any) -> float
 
 def rescued(runtime: Runtime) -> None:
     """Let the supervisor look for stranded executions until none is left."""
-    hosted = runtime._models.find("m")
+    hosted = hosted_in(runtime, "m")
 
     def is_done() -> bool:
         hosted.supervisor.rescue()
@@ -368,7 +369,7 @@ def test_a_stub_that_ends_with_a_request_unread_is_watched_no_more(tmp_path: Pat
         pid = runtime.instances("plus")[0]["pid"]
         os.kill(pid, signal.SIGSTOP)
         asked = asyncio.create_task(runtime.ainfer("plus", inputs))
-        await until(lambda: runtime._models.find("plus").scheduler.executing)
+        await until(lambda: hosted_in(runtime, "plus").scheduler.executing)
         driver = event_loop.driver_of(asyncio.get_running_loop())
         (watched,) = driver._sockets.all()
         os.kill(pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import HeldBatch, HoldingBackend, holding, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, model_directory, row
 
@@ -90,7 +91,7 @@ def test_a_caller_alone_is_sent_at_once(folder: Path) -> None:
 def test_idle_instances_share_the_requests_if_the_model_is_slow(folder: Path, pace_ns: int, sizes: list[int]) -> None:
     async def main() -> None:
         await several_at_once(runtime, backend)
-        runtime._models.find("m").scheduler.pace_ns = pace_ns
+        hosted_in(runtime, "m").scheduler.pace_ns = pace_ns
         tasks = ask(runtime, *range(8))
         await until(lambda: sum(map(len, backend.sent)) == 8)
         for held, _ in list(backend.batches):
@@ -140,7 +141,7 @@ def test_a_request_that_is_refused_gets_its_error(folder: Path) -> None:
 def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None:
     async def main() -> None:
         await several_at_once(runtime, backend)
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         tasks = ask(runtime, 5, 6)
         asyncio.get_running_loop().call_soon(
             lambda: setattr(scheduler, "_refusal", moonpool.ModelUnavailable("it is gone"))
@@ -155,7 +156,7 @@ def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None
 
 def test_a_model_s_pace_is_its_least_time(folder: Path) -> None:
     with holding(folder) as (_, runtime):
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         times_ns = iter([1000, 200, 5000, 5000])
 
         execution = Execution.__new__(Execution)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.held_batches import Caller, holding, queued
 from tests.runtime.interrupting import PACKAGES, Interrupted, RaisesAt, interrupted_everywhere, interrupted_once
@@ -145,7 +146,7 @@ class Hosted:
     def check(self) -> None:
         """Check that a thread and a future are answered, and that nothing is left of the interrupted request."""
         others: list[Any] = []
-        scheduler: Any = self.runtime._models.find("m").scheduler
+        scheduler: Any = hosted_in(self.runtime, "m").scheduler
         # A second signal may have come before the reactor was woken, which would look within seconds.
         scheduler.reactor.wake()
 
@@ -260,7 +261,7 @@ def test_a_handler_may_raise_at_any_line_of_waiting_for_a_future(hosted: Hosted)
 
 def test_a_handler_may_raise_while_a_request_is_queued(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
-        scheduler: Any = runtime._models.find("m").scheduler
+        scheduler: Any = hosted_in(runtime, "m").scheduler
         first = Caller(runtime, row(0))
         held = backend.wait_for(1)
 
@@ -291,7 +292,7 @@ def test_a_handler_may_raise_in_a_request_that_no_form_takes(folder: Path, batch
     inputs = {"X": np.ones(2, np.float32)} if batching != "in order" else row(1)
     with holding(folder, **changes[batching]) as (backend, runtime):
         backend.is_quick = True
-        scheduler: Any = runtime._models.find("m").scheduler
+        scheduler: Any = hosted_in(runtime, "m").scheduler
 
         def check() -> None:
             runtime.infer("m", inputs, timeout_s=PATIENCE_S, **options)
@@ -337,7 +338,7 @@ def test_a_handler_may_raise_at_any_line_of_a_task_that_loads_and_unloads(folder
         def check() -> None:
             # The task that was interrupted has left nothing at work.
             assert not asyncio.all_tasks(loop)
-            assert not runtime._models._loading
+            assert not registry_of(runtime)._loading
             loop.run_until_complete(aload())
             answer = runtime.ainfer("m", {"X": np.ones(1, np.float32)}, timeout_s=PATIENCE_S)
             assert loop.run_until_complete(answer)["Y"] == 1
@@ -419,13 +420,13 @@ def test_all_runtimes_are_closed_at_the_end_whatever_one_of_them_raises(
     runtimes = [Runtime(backends=[Recorder()]) for _ in range(3)]
     for runtime in runtimes:
         runtime.load("m", folder, config=config())
-        registry = runtime._models
+        registry = registry_of(runtime)
         monkeypatch.setattr(registry, "close", partial(close_and_raise, registry.close))
 
     with pytest.raises(Interrupted):
         _close_all()
 
-    assert all(runtime._models.is_closed for runtime in runtimes)
+    assert all(registry_of(runtime).is_closed for runtime in runtimes)
     monkeypatch.undo()
     for runtime in runtimes:
         runtime.close()

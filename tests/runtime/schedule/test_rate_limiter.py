@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import HoldingBackend, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, row, x
 from tests.waiting import wait_until
@@ -254,7 +255,7 @@ def limited(
 
 
 def in_use(runtime: Runtime) -> dict[Resource, int]:
-    limiter = runtime._models.limiter
+    limiter = registry_of(runtime).limiter
     assert limiter is not None
     return limiter.in_use
 
@@ -361,7 +362,7 @@ def test_two_queues_that_keep_requests_back_do_not_wake_each_other(folder: Path)
         for name in "ab":
             queued(runtime, 1, name)
         # Neither has resources while it waits for a larger batch, and nobody waits for them.
-        schedulers = [runtime._models.find(name).scheduler for name in "ab"]
+        schedulers = [hosted_in(runtime, name).scheduler for name in "ab"]
         wait_until(lambda: in_use(runtime) == {})
         assert [each.permits._waiting for each in schedulers] == [set(), set()]  # type: ignore[union-attr]
         backend.is_quick = True
@@ -410,7 +411,7 @@ def test_an_instance_that_dies_returns_what_it_has(folder: Path, *, is_idle: boo
         second = Ask(runtime, "b", x(2))
         queued(runtime, 1, "b")
         if is_idle:  # the one that waits
-            record = runtime._models.find("b").supervisor.records[0]
+            record = hosted_in(runtime, "b").supervisor.records[0]
             record.instance.report_broken(PeerGone("broken"))
             held.answer()
             assert first.result() == 1
@@ -470,7 +471,7 @@ def test_a_load_that_fails_leaves_no_limit_behind(folder: Path) -> None:
         backend.failures["model_instance_initialize", "a:1 a_0_1"] = Planned("no")
         with pytest.raises(LoadFailed, match="no"):
             runtime.scale("a", 2)
-        limiter = runtime._models.limiter
+        limiter = registry_of(runtime).limiter
         assert limiter is not None
         assert limiter._pool.limits == {("R", None): 1}
         assert len(limiter._wakes) == 1
@@ -494,7 +495,7 @@ def test_instances_come_and_go_with_their_resources(folder: Path) -> None:
         runtime.scale("m", 1)
         # One that needs something else takes the place of one that does not.
         runtime.load("m", folder, config=config(backend="holding", **group(1, R=2)))
-        limiter = runtime._models.limiter
+        limiter = registry_of(runtime).limiter
         assert limiter is not None
         assert [each["name"] for each in runtime.instances("m")] != ["m_0_0"]
         assert len(limiter._wakes) == 1

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import Caller, HoldingBackend
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, row, tensor, x
 from tests.waiting import wait_until
@@ -227,7 +228,7 @@ def test_an_error_is_not_kept(folder: Path) -> None:
 def test_entries_go_with_their_version(folder: Path) -> None:
     backend = Recorder()
     with cached(folder, backend) as runtime:
-        cache = runtime._models.cache
+        cache = registry_of(runtime).cache
         assert cache is not None
         runtime.infer("m", x(1))
         assert len(cache) == 1
@@ -247,7 +248,7 @@ def test_a_hit_is_refused_as_any_request_while_the_model_is_unloaded(folder: Pat
         runtime.infer("m", x(1), timeout_s=PATIENCE_S)
         backend.is_quick = False
         caller = Caller(runtime, x(2))
-        hosted, held = runtime._models.find("m"), backend.wait_for(2)
+        hosted, held = hosted_in(runtime, "m"), backend.wait_for(2)
         unloading = threading.Thread(target=runtime.unload, args=("m",))
         unloading.start()
         request = make_request(hosted.signature, x(1))
@@ -336,7 +337,7 @@ def test_requests_that_come_together_are_looked_for_each_by_itself(folder: Path)
         backend.is_quick = True
         runtime.infer("m", row(1), timeout_s=PATIENCE_S)
         backend.is_quick = False
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         scheduler = hosted.scheduler
         assert isinstance(scheduler, CachingScheduler)
         requests = [_with_waiter(make_request(hosted.signature, row(value))) for value in (1, 2, 1, 3, 4)]

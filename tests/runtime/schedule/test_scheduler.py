@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import Caller, holding, queued, rejected
 from tests.runtime.recorder import PATIENCE_S, counted, row, x
 from tests.waiting import wait_until
@@ -66,7 +67,7 @@ def test_a_caller_who_leaves_the_queue_counts_as_cancelled(folder: Path) -> None
         first, second = (runtime.submit("m", x(i)) for i in range(2))
         backend.wait_for(1)
         second.cancel()
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         assert scheduler.statistics.fail_counts["CANCELED"] == 1
         assert runtime.statistics("m")["inference_stats"]["fail"]["count"] == 1
         backend.is_quick = True
@@ -210,7 +211,7 @@ def test_timers_do_not_pile_up_behind_a_long_queue_timeout(folder: Path) -> None
             for future in futures:
                 future.result(PATIENCE_S)
         # The queue has one timer, idle memory another, and some existed at the start.
-        assert len(runtime._models._reactor._later) < 10
+        assert len(registry_of(runtime)._reactor._later) < 10
 
 
 # Order of responses
@@ -229,10 +230,10 @@ def test_responses_keep_the_order_of_batches_where_that_is_asked_for(folder: Pat
         held_batches[2].answer()
         backend.wait_for(4).answer()
         backend.wait_for(5).answer()
-        wait_until(lambda: runtime._models.find("m").scheduler.executing == 2)
+        wait_until(lambda: hosted_in(runtime, "m").scheduler.executing == 2)
         assert left == []
         held_batches[1].answer()
-        wait_until(lambda: runtime._models.find("m").scheduler.executing == 1)
+        wait_until(lambda: hosted_in(runtime, "m").scheduler.executing == 1)
         assert left == []
         held_batches[0].answer()
         wait_until(lambda: len(left) == 5)

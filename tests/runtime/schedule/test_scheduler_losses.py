@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.refused_threads import refuse_threads
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Recorder, config, echo, row, x
@@ -94,7 +95,7 @@ def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(
     with holding(folder) as (backend, runtime):
         future = runtime.submit("m", x(0))
         held = backend.wait_for(1)
-        (execution,) = runtime._models.find("m").scheduler._busy.values()
+        (execution,) = hosted_in(runtime, "m").scheduler._busy.values()
         with monkeypatch.context() as patch:
             # This is the state after a signal handler has ended a `wait` that had read the answer.
             patch.setattr(held, "is_received", lambda: True)
@@ -175,7 +176,7 @@ def test_unload_finishes_what_is_there_and_takes_nothing_new(folder: Path) -> No
         backend.wait_for(1)
         callers.append(Caller(runtime, x(1)))
         queued(runtime, 1)
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         thread = threading.Thread(target=runtime.unload, args=("m",))
         thread.start()
         wait_until(lambda: hosted.scheduler._refusal is not None)
@@ -209,7 +210,7 @@ def test_a_request_ends_once_though_its_instance_dies_as_it_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holding(folder) as (backend, runtime):
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         lost = scheduler._on_lost
 
         def answer_first(
@@ -235,7 +236,7 @@ def test_an_instance_is_told_of_a_caller_who_left_while_it_was_sent(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with holding(folder) as (backend, runtime):
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         execute, events = HoldingBackend.model_instance_execute, []
 
         def leave_first(holding: HoldingBackend, instance: Any, requests: list[InferenceRequest]) -> Any:
@@ -254,7 +255,7 @@ def test_an_instance_is_told_of_a_caller_who_left_while_it_was_sent(
 def test_requests_that_fill_empty_places_are_no_failures(folder: Path) -> None:
     changes = {"max_batch_size": 4, "sequence_batching": {"direct": {}}}
     with holding(folder, **changes) as (backend, runtime):
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         first = Caller(runtime, row(1), correlation_id=1, flags=1)
         backend.wait_for(1).answer()
         assert first.result() == 1

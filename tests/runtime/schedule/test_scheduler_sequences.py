@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, HoldingBackend, holding, queued
 from tests.runtime.interrupting import Interrupted, interrupted_once
 from tests.runtime.recorder import PATIENCE_S, counted, row
@@ -47,7 +48,7 @@ def test_responses_keep_the_order_of_batches_where_that_is_asked_for(folder: Pat
         backend.wait_for(1)
         second = ask(runtime, 2, 20, START)
         backend.wait_for(2).answer()
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         wait_until(lambda: scheduler.executing == 1)
         assert second.is_alive()
         backend.wait_for(1).answer()
@@ -188,7 +189,7 @@ def test_an_interrupted_call_leaves_no_slot_taken(
     batching = sequences(max_sequence_idle_microseconds=1000) | {"max_batch_size": 1}
     with holding(folder, **batching) as (backend, runtime):
         backend.is_quick = True
-        scheduler: Any = runtime._models.find("m").scheduler
+        scheduler: Any = hosted_in(runtime, "m").scheduler
         with monkeypatch.context() as patch:
             interrupted_once(patch, owner, name, after=after)
             with pytest.raises(Interrupted):

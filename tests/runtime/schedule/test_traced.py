@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import holding
 from tests.runtime.recorder import PATIENCE_S, row
 from tests.waiting import wait_until
@@ -63,12 +64,12 @@ class Witness(RequestTrace):
 def test_the_tensors_of_a_trace_become_text_without_the_lock(folder: Path, others: int) -> None:
     batching = {"max_batch_size": 8, "dynamic_batching": {}}
     with holding(folder, **batching) as (backend, runtime):
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         first = runtime.submit("m", row(0))
         request = make_request(hosted.signature, row(1))
         witness = Witness(hosted)
         witness.follow(request)
-        waiter = FutureWaiter(runtime._models.deliveries, lambda: None)
+        waiter = FutureWaiter(registry_of(runtime).deliveries, lambda: None)
         request.waiter, witness.future = waiter, waiter.future
         assert hosted.scheduler.submit(request) is None
         futures = [runtime.submit("m", row(2 + i)) for i in range(others)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import Caller, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, row, x
 from tests.waiting import wait_until
@@ -115,7 +116,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(folder: Pat
 def test_a_signal_handler_that_raises_takes_a_queued_request_out(folder: Path, interrupts: Interrupts) -> None:
     with holding(folder) as (backend, runtime):
         first = runtime.submit("m", x(0))
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         thread = interrupts.when(lambda: scheduler.queued == 1)
         with pytest.raises(Interrupted):
             runtime.infer("m", x(1))
@@ -156,14 +157,14 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
 
 def test_an_execution_that_nobody_drives_is_found_and_driven(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with holding(folder) as (backend, runtime):
-        scheduler = runtime._models.find("m").scheduler
+        scheduler = hosted_in(runtime, "m").scheduler
         monkeypatch.setattr("moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None)
         future = runtime.submit("m", x(7))
         (execution,) = scheduler._busy.values()
         monkeypatch.undo()
         execution.offer()
         monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
-        runtime._models.find("m").supervisor.rescue()
+        hosted_in(runtime, "m").supervisor.rescue()
         backend.wait_for(1).answer()
         assert future.result(PATIENCE_S).outputs["Y"].flat[0] == 7
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import posix_ipc
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.server.outcomes import outcome_of
 from tests.waiting import wait_until
 
@@ -79,7 +80,7 @@ class Client:
 
     def load(self, model: str) -> Any:
         self.runtime.load(model)
-        return self.runtime._models.find(model)
+        return hosted_in(self.runtime, model)
 
     def infer(self, hosted: Any, output: int = _BYTES, room: int = _BYTES) -> tuple[Any, dict[str, Any]]:
         """The outcome for the tensor at the beginning, and its outputs in the end."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.held_batches import holding
 from tests.runtime.recorder import PATIENCE_S, model_directory, row, x
 from tests.waiting import wait_until
@@ -53,7 +54,7 @@ class Call(InferCall):
 
 
 def made(runtime: Runtime, value: float) -> tuple[Any, InferenceRequest]:
-    hosted = runtime._models.find("m")
+    hosted = hosted_in(runtime, "m")
     inputs = row(value) if hosted.model.config.max_batch_size else x(value)
     return hosted, hosted.signature.request(inputs)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in
 from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
 
@@ -63,7 +64,7 @@ def ask(runtime: Runtime, *values: float, **options: Any) -> dict[str, np.ndarra
 
 
 def link_of(runtime: Runtime) -> Link:
-    (record,) = runtime._models.find("m").supervisor.records
+    (record,) = hosted_in(runtime, "m").supervisor.records
     link = record.instance.state.link
     assert isinstance(link, Link)
     return link
@@ -184,7 +185,7 @@ def test_an_array_in_shared_memory_serves_many_requests_at_once(runtime: Runtime
 
 
 def test_memory_of_callers_is_used_again(runtime: Runtime) -> None:
-    memory = runtime._models.find("m").model.state.caller_memory
+    memory = hosted_in(runtime, "m").model.state.caller_memory
     for i in range(300):
         x = runtime.empty("m", "X", 1000)
         x[...] = i
@@ -211,9 +212,9 @@ def test_every_instance_reads_the_memory_of_callers(file: Path) -> None:
             futures = [runtime.submit("m", {"X": x}) for _ in range(6)]
             for future in futures:
                 assert future.result(PATIENCE_S).outputs["DOUBLE"].tolist() == [6, 8]
-        for record in runtime._models.find("m").supervisor.records:
+        for record in hosted_in(runtime, "m").supervisor.records:
             os.kill(record.instance.state.process.pid, signal.SIGKILL)
-        records = runtime._models.find("m").supervisor.records
+        records = hosted_in(runtime, "m").supervisor.records
         wait_until(lambda: all(record.restarts == 1 for record in records) and runtime.is_ready("m"))
         # The restarted instances do not have the region yet.
         assert runtime.infer("m", {"X": x})["DOUBLE"].tolist() == [6, 8]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.inside import hosted_in
 from tests.server.grpc.asking import add_sub, text
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.waiting import wait_until
@@ -28,7 +29,7 @@ Serve = Callable[..., Served]
 
 
 def idle(served: Served) -> bool:
-    scheduler = served.runtime._models.find("waits").scheduler
+    scheduler = hosted_in(served.runtime, "waits").scheduler
     return not scheduler.queued and not scheduler.executing and not served.server.calls
 
 
@@ -67,7 +68,7 @@ def test_a_request_in_the_queue_is_never_executed(serve: Serve, tmp_path: Path) 
     one = stub.ModelInfer.future(text("waits", "PATH", str(first)), timeout=6 * TIMEOUT_S)
     wait_until(lambda: first.with_suffix(".begun").exists())
     two = stub.ModelInfer.future(text("waits", "PATH", str(second)), timeout=6 * TIMEOUT_S)
-    scheduler = served.runtime._models.find("waits").scheduler
+    scheduler = hosted_in(served.runtime, "waits").scheduler
     wait_until(lambda: scheduler.queued == 1)
 
     two.cancel()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import ECHO
 from tests.e2e.hosting import MODELS as HOSTED
+from tests.inside import hosted_in
 from tests.server.grpc.asking import add_sub, repeat, text
 from tests.server.grpc.serving import TIMEOUT_S, Served, messages
 from tests.server.grpc.streaming import Requests, ask_all, told
@@ -194,7 +195,7 @@ def test_timeout_on_sleeping_server(served: Kept, tmp_path: Path) -> None:
     asked.close()
     assert answers.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     wait_until(lambda: not served.server.calls)
-    wait_until(lambda: not served.runtime._models.find("waits").scheduler.executing)
+    wait_until(lambda: not hosted_in(served.runtime, "waits").scheduler.executing)
 
 
 def test_a_result_is_what_was_computed(served: Kept) -> None:

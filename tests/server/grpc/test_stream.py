@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tests.inside import hosted_in
 from tests.server.grpc.asking import add_sub, packed, repeat, text
 from tests.server.grpc.serving import TIMEOUT_S, Served
 from tests.server.grpc.streaming import Requests, ask_all, told
@@ -108,7 +109,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: 
     requests.close()
 
     wait_until(lambda: paths[0].with_suffix(".cancelled").exists())
-    scheduler = served.runtime._models.find("waits").scheduler
+    scheduler = hosted_in(served.runtime, "waits").scheduler
     wait_until(lambda: not scheduler.queued and not scheduler.executing)
     assert not paths[1].with_suffix(".begun").exists()
 
@@ -121,7 +122,7 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     requests = Requests(repeat(2000, size=1 << 16))
     call = served.stub().ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
     server = served.server
-    scheduler = served.runtime._models.find("repeat").scheduler
+    scheduler = hosted_in(served.runtime, "repeat").scheduler
     wait_until(lambda: scheduler.executing, what="the request")
 
     wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
@@ -144,7 +145,7 @@ def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> 
     patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
     wait_until(lambda: backlog._total_bytes > 1 << 20, what="some to wait")
     greedy = stub.ModelStreamInfer(iter(many), timeout=6 * TIMEOUT_S)
-    scheduler = served.runtime._models.find("repeat").scheduler
+    scheduler = hosted_in(served.runtime, "repeat").scheduler
     wait_until(lambda: len(backlog._of) == 2, what="both to wait")
 
     wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)

@@ -6,6 +6,7 @@ import io
 import logging
 
 import pytest
+from tests.inside import registry_of
 
 import moonpool
 from moonpool.runtime.observe.log_settings import LogSettings
@@ -39,7 +40,7 @@ def test_settings_are_shown_as_triton_shows_them() -> None:
 def test_a_change_is_for_the_servers_log_and_for_models() -> None:
     stream = io.StringIO()
     with moonpool.Runtime() as runtime, logged(ServerLog(stream=stream)) as log:
-        control = LogControl(runtime._models.stubs.change_log, log)
+        control = LogControl(registry_of(runtime).stubs.change_log, log)
         say = logging.getLogger("moonpool").info
         say("first")
         changed = control.settings({"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601"})

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.server.observability.models import write
 
 import moonpool
@@ -46,10 +47,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Only models that may sleep have some, and those whose memory is limited.
         idle = {"MOONPOOL_IDLE_S": "3600", "MOONPOOL_INSTANCES": "1..2"}
         runtime.load("idle", folder / "doubles", options=idle)
-        found = runtime._models.find("idle").residence
+        found = hosted_in(runtime, "idle").residence
         assert found is not None
         found.is_measured = True
-        metrics = ServerMetrics(runtime._models)
+        metrics = ServerMetrics(registry_of(runtime))
         metrics.frontends.http.answered(200)
         # Only models that a client of OpenAI's API has asked have some.
         metrics.openai.of("doubles")

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.ensemble_repositories import REPEATS, chain, write_ensemble, write_model
+from tests.inside import registry_of
 from tests.server.observability.models import write
 from tests.waiting import wait_until
 
@@ -69,7 +70,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moonpool.Runti
 
 @pytest.fixture
 def metrics(runtime: moonpool.Runtime) -> Iterator[ServerMetrics]:
-    metrics = ServerMetrics(runtime._models)
+    metrics = ServerMetrics(registry_of(runtime))
     yield metrics
     metrics.close()
 
@@ -156,7 +157,7 @@ def test_a_model_and_an_ensemble_count_first_responses_in_buckets_of_their_own(t
         for _ in range(4):
             runtime.infer("both", {"A": a})
         assert len(list(runtime.stream("stream", {"A": a}))) == 3
-        metrics = ServerMetrics(runtime._models)
+        metrics = ServerMetrics(registry_of(runtime))
         found = Scrape(metrics.text())
         metrics.close()
     for model, count in (("adds", 9), ("both", 4)):
@@ -271,7 +272,7 @@ def test_unwanted_metrics_are_missing() -> None:
     options = metrics_options(["counter_latencies=false"], allow_cpu=False, allow_gpu=False)
     with moonpool.Runtime(metrics=options) as runtime:
         runtime.load("m", Path(__file__).parents[2] / "models" / "square.py", config=SQUARE)
-        metrics = ServerMetrics(runtime._models)
+        metrics = ServerMetrics(registry_of(runtime))
         names = set(Scrape(metrics.text()).values)
         metrics.close()
 

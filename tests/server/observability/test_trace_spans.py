@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, tensor
+from tests.inside import hosted_in
 from tests.runtime.server.outcomes import outcome_of
 from tests.server.http.serving import Serving
 from tests.server.observability.models import write
@@ -88,7 +89,7 @@ def flags(collector: Collector, rate: int) -> list[str]:
 
 
 def ask(runtime: moonpool.Runtime, traces: Traces, model: str, inputs: dict[str, Any], header: str | None) -> Response:
-    found = runtime._models.find(model)
+    found = hosted_in(runtime, model)
     request = make_request(found, inputs)
     request.wants_wire = False
     trace = traces.begin(found.model, "", header)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import hosted_in, registry_of
 from tests.runtime.held_batches import HeldBatch, holding
 from tests.runtime.recorder import PATIENCE_S, model_directory, x
 from tests.runtime.server.outcomes import outcome_of
@@ -48,7 +49,7 @@ def ask(runtime: moonpool.Runtime) -> Ask:
     """Send a request as a protocol does, and return whether it was traced."""
 
     def ask(traces: Traces, model: str, value: float = 1, request_id: str = "") -> bool:
-        hosted = runtime._models.find(model)
+        hosted = hosted_in(runtime, model)
         is_stream = hosted.model.config.decoupled
         shape = (4,) if is_stream else (1, 4)
         inputs = {"IN": np.full(shape, value, np.float32)}
@@ -242,7 +243,7 @@ def test_a_trace_is_written_without_the_scheduler_s_lock(tmp_path: Path, monkeyp
     monkeypatch.setattr(HeldBatch, "finish", lambda _, requests: [LATER] * len(requests))
     decoupled = {"model_transaction_policy": {"decoupled": True}}
     with holding(model_directory(tmp_path / "m", 1), **decoupled) as (backend, runtime):
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         lock = hosted.scheduler._lock
         trace = traces.begin(hosted.model)
         assert trace is not None
@@ -250,7 +251,7 @@ def test_a_trace_is_written_without_the_scheduler_s_lock(tmp_path: Path, monkeyp
         trace.follow(request)
         stream = ResponseStream(hosted.scheduler, request, PATIENCE_S)
         held = backend.wait_for(1)
-        reactor = runtime._models.stubs.reactor
+        reactor = registry_of(runtime).stubs.reactor
         reactor.call_soon(lambda: held.instance.respond(request, Response({}), FINAL))
         assert len(list(stream)) == 1
         trace.end()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.e2e.hosting import tensor
+from tests.inside import hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -94,7 +95,7 @@ def pressed(runtime: moonpool.Runtime, seconds: float, callers: int = CALLERS) -
         yield
     finally:
         is_over = True
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         wait_until(lambda: not hosted.scheduler.queued and not hosted.scheduler.executing, 60.0)
 
 
@@ -111,8 +112,8 @@ class Watcher:
         now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + 0.2
-            self.adviser.sample(self._runtime._models.served())
-        return self.adviser.of(str(self._runtime._models.find("m")))
+            self.adviser.sample(registry_of(self._runtime).served())
+        return self.adviser.of(str(hosted_in(self._runtime, "m")))
 
     def has_seen_a_window(self) -> bool:
         self.advice()
@@ -198,7 +199,7 @@ def test_nothing_is_measured_where_nothing_waits(runtime: moonpool.Runtime, tmp_
     adviser = Adviser(quick, read)
     for _ in range(5):
         runtime.infer("m", {"S": np.zeros(1, np.float32)})
-        adviser.sample(runtime._models.served())
+        adviser.sample(registry_of(runtime).served())
 
     assert readings == []
 
@@ -210,19 +211,19 @@ def test_a_kernel_that_does_not_say_is_borne(runtime: moonpool.Runtime, tmp_path
     load(runtime, tmp_path, "sleeps")
     adviser = Adviser(quick, read)
     with pressed(runtime, 0.05):
-        hosted = runtime._models.find("m")
+        hosted = hosted_in(runtime, "m")
         wait_until(lambda: hosted.scheduler.queued > 1, 60.0)
         for _ in range(5):
-            adviser.sample(runtime._models.served())
+            adviser.sample(registry_of(runtime).served())
 
     assert adviser.of(str(hosted)) is None
 
 
 def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps")
-    overview = Overview(runtime._models, list, ClientRequests().counts)
+    overview = Overview(registry_of(runtime), list, ClientRequests().counts)
     overview._history = history = History(
-        runtime._models, ClientRequests().counts, adviser=Adviser(quick, machine(quick, is_idle=True))
+        registry_of(runtime), ClientRequests().counts, adviser=Adviser(quick, machine(quick, is_idle=True))
     )
 
     def advised() -> dict[str, object]:

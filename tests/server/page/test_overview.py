@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.inside import hosted_in, registry_of
 from tests.server.page.models import write
 from tests.waiting import wait_until
 
@@ -45,7 +46,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
         {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "never"},
     ]
-    overview = Overview(runtime._models, lambda: index, ClientRequests().counts)
+    overview = Overview(registry_of(runtime), lambda: index, ClientRequests().counts)
     yield overview
     overview.close()
 
@@ -58,7 +59,7 @@ def clients() -> ClientRequests:
 @pytest.fixture
 def history(runtime: moonpool.Runtime, clients: ClientRequests) -> History:
     """Make an overview whose samples only the test takes."""
-    return History(runtime._models, clients.counts)
+    return History(registry_of(runtime), clients.counts)
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(
@@ -94,7 +95,9 @@ def test_models_are_told_with_their_instances_and_the_repository_s_others(
 def test_pieces_are_told_of_models_that_have_some(runtime: moonpool.Runtime) -> None:
     counts = ModelCounts()
     told = {"add_sub": counts.pieces}
-    history = History(runtime._models, ClientRequests().counts, lambda name: told[name]() if name in told else None)
+    history = History(
+        registry_of(runtime), ClientRequests().counts, lambda name: told[name]() if name in told else None
+    )
     history.sample()
     counts.first.add(2_000_000)
     counts.gaps.add(1000, 9)
@@ -127,7 +130,7 @@ def test_how_each_instance_is_confined_is_told(runtime: moonpool.Runtime, overvi
     assert "no_new_privs" in instance["sandbox"]["layers"]
     (shown,) = runtime.instances("add_sub")
     assert shown["sandbox"] == instance["sandbox"]
-    (record,) = runtime._models.find("add_sub").supervisor.records
+    (record,) = hosted_in(runtime, "add_sub").supervisor.records
     assert "sandbox standard (dies_with_runtime, " in repr(record.instance)
 
 

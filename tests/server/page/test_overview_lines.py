@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.ensemble_repositories import chain, write_ensemble, write_model
+from tests.inside import registry_of
 from tests.server.page.models import write
 
 import moonpool
@@ -36,7 +37,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             runtime.infer("fails", {"X": np.zeros(4, np.float32)})
         clients = ClientRequests()
         clients.ended(time.monotonic_ns(), has_failed=True)
-        overview = Overview(runtime._models, lambda: index, clients.counts)
+        overview = Overview(registry_of(runtime), lambda: index, clients.counts)
         yield overview.snapshot()
         overview.close()
 

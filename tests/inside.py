@@ -1,0 +1,15 @@
+"""What a runtime has inside, for tests of its parts: the only place that knows where it is."""
+
+from __future__ import annotations
+
+import moonpool
+from moonpool.runtime.hosting.hosted_model import HostedModel
+from moonpool.runtime.hosting.registry import ModelRegistry
+
+
+def registry_of(runtime: moonpool.Runtime) -> ModelRegistry:
+    return runtime._models
+
+
+def hosted_in(runtime: moonpool.Runtime, name: str, version: int | None = None) -> HostedModel:
+    return registry_of(runtime).find(name, version)
