@@ -1,4 +1,4 @@
-"""What a runtime has inside, for tests of its parts: the only place that knows where it is."""
+"""Look into a runtime, for tests of its parts: no other file of the tests knows where it keeps its models."""
 
 from __future__ import annotations
 
