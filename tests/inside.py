@@ -1,10 +1,15 @@
-"""Look into a runtime, for tests of its parts: no other file of the tests knows where it keeps its models."""
+"""Look into a runtime, for tests of its parts: no other file of the tests knows where it keeps what."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
 
 import moonpool
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.process import child
 
 
 def registry_of(runtime: moonpool.Runtime) -> ModelRegistry:
@@ -13,3 +18,9 @@ def registry_of(runtime: moonpool.Runtime) -> ModelRegistry:
 
 def hosted_in(runtime: moonpool.Runtime, name: str, version: int | None = None) -> HostedModel:
     return registry_of(runtime).find(name, version)
+
+
+def boot_with(program: Path, patch: pytest.MonkeyPatch) -> None:
+    """Start this program in place of the stub from now on. It finds the stub's own in `FAULT_BOOT`."""
+    patch.setenv("FAULT_BOOT", child._BOOT)
+    patch.setattr(child, "_BOOT", str(program))

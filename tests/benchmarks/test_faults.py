@@ -118,10 +118,8 @@ def test_a_share_of_the_requests_meets_an_instance_that_hangs(sleepers: Sleepers
 
 
 def test_a_share_needs_a_server_that_counts(sleepers: Sleepers) -> None:
-    with FaultInjector(Fault("stopped", share=0.5), sleepers.pids, lambda: None) as faults:
-        wait_until(lambda: faults._failure is not None, PATIENCE_S, "the failure")
-    with pytest.raises(NoCount):
-        faults.check()
+    with FaultInjector(Fault("stopped", share=0.5), sleepers.pids, lambda: None) as faults, pytest.raises(NoCount):
+        wait_until(faults.check, PATIENCE_S, "the failure")
 
 
 def test_triton_s_stubs_of_a_model_are_told_from_others(tmp_path: Path) -> None:
@@ -148,10 +146,8 @@ def test_what_keeps_faults_from_happening_is_raised() -> None:
     def pids() -> list[int]:
         raise Unreachable("no server answers")
 
-    with FaultInjector(Fault("killed", every_s=0.001), pids, lambda: None) as faults:
-        wait_until(lambda: faults._failure is not None, PATIENCE_S, "the failure")
-    with pytest.raises(Unreachable):
-        faults.check()
+    with FaultInjector(Fault("killed", every_s=0.001), pids, lambda: None) as faults, pytest.raises(Unreachable):
+        wait_until(faults.check, PATIENCE_S, "the failure")
 
 
 def test_processor_time_and_memory_are_measured() -> None:

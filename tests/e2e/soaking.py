@@ -183,4 +183,4 @@ def settle(runtime: moonpool.Runtime) -> None:
 
 
 def is_quiet(scheduler: Scheduler) -> bool:
-    return not len(scheduler.open_requests) and not scheduler.queued and not scheduler._busy
+    return not len(scheduler.open_requests) and not scheduler.queued and not scheduler.executing

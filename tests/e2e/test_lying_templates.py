@@ -11,11 +11,11 @@ import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, is_running, open_to_all, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.e2e.test_prefork import MARKS
+from tests.inside import boot_with
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import StubDied
-from moonpool.runtime.process import child as process
 from moonpool.runtime.stubs import template
 
 pytestmark = [pytest.mark.slow]
@@ -54,8 +54,7 @@ def completes() -> bool:
 def _instead_of_the_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_to_all(*(tmp_path / name for name in MARKS))
     monkeypatch.setenv("MARKS", str(tmp_path))
-    monkeypatch.setenv("FAULT_BOOT", process._BOOT)
-    monkeypatch.setattr(process, "_BOOT", str(LIAR))
+    boot_with(LIAR, monkeypatch)
 
 
 def ask(runtime: moonpool.Runtime, do: str = "") -> dict[str, int]:

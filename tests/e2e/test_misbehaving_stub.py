@@ -20,12 +20,11 @@ import pytest
 from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.faults.known import MISBEHAVE
-from tests.inside import registry_of
+from tests.inside import boot_with, registry_of
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool import ExecuteTimedOut, LoadFailed, StubDied
-from moonpool.runtime.process import child as process
 from moonpool.runtime.stubs.calls import dispatcher
 
 SIGNATURE: Config = {
@@ -48,8 +47,7 @@ def instead_of_the_stub(
 ) -> Iterator[None]:
     """Start the misbehaving stub in place of the real one from now on; the sibling is a real one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAULT_BOOT", process._BOOT)
-        patch.setattr(process, "_BOOT", str(MISBEHAVE))
+        boot_with(MISBEHAVE, patch)
         yield
 
 

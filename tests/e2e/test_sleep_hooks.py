@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import options, tensor
 from tests.faults.known import MISBEHAVE
-from tests.inside import hosted_in, registry_of
+from tests.inside import boot_with, hosted_in, registry_of
 from tests.waiting import wait_until
 
 import moonpool
 from moonpool.runtime.model.states import Residence
-from moonpool.runtime.process import child as process
 from moonpool.runtime.residency import residents
 
 PATIENCE_S = 60.0
@@ -341,8 +340,7 @@ def test_a_stub_that_answers_with_nonsense_is_ended(
     nonsense: str,
     reason: str,
 ) -> None:
-    monkeypatch.setenv("FAULT_BOOT", process._BOOT)
-    monkeypatch.setattr(process, "_BOOT", str(MISBEHAVE))
+    boot_with(MISBEHAVE, monkeypatch)
     monkeypatch.setenv("FAULT_HOOK", f"{hook}:{nonsense}")
     limit_s = 0.5 if nonsense == "nothing" else PATIENCE_S
     config: dict[str, Any] = {

@@ -266,7 +266,7 @@ def test_an_idempotent_request_is_tried_again_in_its_place(serve: Serve) -> None
     both = {**SURVIVES["parameters"], **options(RETRY="yes")["parameters"]}
     with serve(more={"parameters": both}) as client:
         client.ask(7, 1, START)
-        pid = next(iter(client.scheduler._idle)).state.process.pid
+        pid = client.runtime.instances("m")[0]["pid"]
         held = client.send(7, 2, held=True)
         os.kill(pid, signal.SIGKILL)
         client.gate.touch()

@@ -15,10 +15,10 @@ from tests.e2e.hosting import MODELS, Config, hosted, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.faults.contents import channels, packets
 from tests.faults.known import MISBEHAVE
+from tests.inside import boot_with
 
 import moonpool
 from moonpool.ipc.messages import Kind
-from moonpool.runtime.process import child as process
 
 SIGNATURE: Config = {"input": [tensor("X", "FP32", 4)], "output": [tensor("Y", "FP32", -1)]}
 LIMITS = {"ENVIRONMENT": "FAULT_*", "RESTART_WINDOW_S": 0.001, "LOG_LINES_PER_S": 5}
@@ -37,8 +37,7 @@ def rogue(
 ) -> Iterator[str]:
     name = f"rogue_{request.param}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FAULT_BOOT", process._BOOT)
-        patch.setattr(process, "_BOOT", str(MISBEHAVE))
+        boot_with(MISBEHAVE, patch)
         config = SIGNATURE | options(**LIMITS, SANDBOX=request.param)
         with hosted(runtime, name, MODELS / "echo.py", config):
             yield name

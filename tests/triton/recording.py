@@ -32,7 +32,7 @@ class Large:
     """A text, or bytes, of which only the digest was kept."""
 
     def __init__(self, length: int, digest: str) -> None:
-        self._kept = length, digest
+        self.kept = length, digest
 
     @classmethod
     def of(cls, value: bytes | str) -> Large:
@@ -42,12 +42,12 @@ class Large:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, bytes | str):
             return self == Large.of(other)
-        return isinstance(other, Large) and self._kept == other._kept
+        return isinstance(other, Large) and self.kept == other.kept
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Large({self._kept[0]}, {self._kept[1]!r})"
+        return f"Large({self.kept[0]}, {self.kept[1]!r})"
 
 
 NAMES: dict[str, Any] = {

@@ -85,12 +85,12 @@ class TritonServer:
     def start(self) -> None:
         """Return when it takes requests."""
         if not self._backends.exists():
-            self._lay_out_backend()
+            self.lay_out_backend()
         self._reserved = _reserved(3)
         ports = [each.getsockname()[1] for each in self._reserved]
         self.http_port, self.grpc_port, self.metrics_port = ports
         with open(self.log_file, "wb") as log:
-            self._process = subprocess.Popen(self._command(), env=self._environment(), stdout=log, stderr=log, cwd="/")
+            self._process = subprocess.Popen(self.command(), env=self.environment(), stdout=log, stderr=log, cwd="/")
         process = self._process
 
         def has_started() -> bool:
@@ -107,15 +107,15 @@ class TritonServer:
             self.stop()
             pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
 
-    def _lay_out_backend(self) -> None:
-        """The wheel keeps the stubs of all Pythons apart; the server wants one beside its backend."""
+    def lay_out_backend(self) -> None:
+        """Copy the backends: the wheel keeps the stubs of all Pythons apart, and the server wants one beside its own."""
         wheel = self._package / "tritonserver"
         shutil.copytree(wheel / "backends", self._backends)
         shutil.copytree(BACKENDS, self._backends, dirs_exist_ok=True)
         stub = "triton_python_backend_stub"
         shutil.copy(wheel / "python_backend_stubs" / self._version / stub, self._backends / "python")
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         return [
             str(self._package / "tritonserver" / "bin" / "tritonserver"),
             f"--model-repository={self._repository}",
@@ -136,8 +136,8 @@ class TritonServer:
             *self._options,
         ]
 
-    def _environment(self) -> dict[str, str]:
-        """The stub is linked to libpython, and takes the environment that is first in the path."""
+    def environment(self) -> dict[str, str]:
+        """Return the variables: the stub is linked to libpython, and takes the environment that is first in the path."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         bundled = self._package.parent / "nvidia_pytriton.libs"
         environment["LD_LIBRARY_PATH"] = f"{self._libraries}:{bundled}"

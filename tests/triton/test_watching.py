@@ -63,8 +63,8 @@ class Watched(TritonServer):
 
     traces: Path
 
-    def _command(self) -> list[str]:
-        return [*super()._command(), *FLAGS, f"--trace-config=triton,file={self.traces}"]
+    def command(self) -> list[str]:
+        return [*super().command(), *FLAGS, f"--trace-config=triton,file={self.traces}"]
 
 
 class Side:

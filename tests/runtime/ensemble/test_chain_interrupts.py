@@ -32,8 +32,12 @@ parameters [{ key: "MOONPOOL_MAX_RESTARTS" value { string_value: "1000" } },
 def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
     """Return True if no request is inside, and each model has its instance."""
     schedulers = [hosted_in(runtime, name).scheduler for name in members]
-    is_idle = all(len(each._idle) == 1 and not each._busy and not each.queued for each in schedulers)
-    return is_idle and not hosted_in(runtime, ensemble).scheduler.in_flight
+    is_idle = not any(each.executing or each.queued for each in schedulers)
+    return (
+        is_idle
+        and all(runtime.is_ready(name) for name in members)
+        and not hosted_in(runtime, ensemble).scheduler.in_flight
+    )
 
 
 @pytest.mark.promise(

@@ -245,7 +245,7 @@ def test_an_interrupt_at_any_call_of_a_usual_request_leaves_a_usable_model(tmp_p
 
         def check() -> None:
             assert runtime.infer("double", {"X": X}, timeout_s=PATIENCE_S)["Y"].flat[0] == 2
-            wait_until(lambda: len(scheduler._idle) == 1 and not scheduler._busy, PATIENCE_S)
+            wait_until(lambda: not scheduler.executing, PATIENCE_S)
 
         check()
         kept: list[object] = []
@@ -331,7 +331,7 @@ def test_a_future_has_its_outcome_from_a_batch_that_the_main_thread_drives(tmp_p
             submitted.result(PATIENCE_S)
         for each in (first, *futures):
             assert each.result(PATIENCE_S).outputs["Y"].flat[0] == 2
-        wait_until(lambda: len(scheduler._idle) == 1 and not scheduler._busy, PATIENCE_S)
+        wait_until(lambda: not scheduler.executing, PATIENCE_S)
 
 
 def test_requests_leave_no_objects_behind(model: moonpool.Runtime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_an_answer_that_was_received_already_is_not_waited_for_on_the_socket(
     with holding(folder) as (backend, runtime):
         future = runtime.submit("m", x(0))
         held = backend.wait_for(1)
-        (execution,) = hosted_in(runtime, "m").scheduler._busy.values()
+        (execution,) = hosted_in(runtime, "m").scheduler.executing_since(time.monotonic_ns())
         with monkeypatch.context() as patch:
             # This is the state after a signal handler has ended a `wait` that had read the answer.
             patch.setattr(held, "is_received", lambda: True)
@@ -176,10 +177,9 @@ def test_unload_finishes_what_is_there_and_takes_nothing_new(folder: Path) -> No
         backend.wait_for(1)
         callers.append(Caller(runtime, x(1)))
         queued(runtime, 1)
-        hosted = hosted_in(runtime, "m")
         thread = threading.Thread(target=runtime.unload, args=("m",))
         thread.start()
-        wait_until(lambda: hosted.scheduler._refusal is not None)
+        wait_until(lambda: not runtime.is_ready("m"))
         with pytest.raises(moonpool.ModelUnavailable, match="loading or unloading"):
             runtime.infer("m", x(2))
         backend.is_quick = True

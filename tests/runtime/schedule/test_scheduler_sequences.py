@@ -189,7 +189,6 @@ def test_an_interrupted_call_leaves_no_slot_taken(
     batching = sequences(max_sequence_idle_microseconds=1000) | {"max_batch_size": 1}
     with holding(folder, **batching) as (backend, runtime):
         backend.is_quick = True
-        scheduler: Any = hosted_in(runtime, "m").scheduler
         with monkeypatch.context() as patch:
             interrupted_once(patch, owner, name, after=after)
             with pytest.raises(Interrupted):
@@ -197,6 +196,4 @@ def test_an_interrupted_call_leaves_no_slot_taken(
         for i in (2, 3):
             found = runtime.infer("m", row(i), correlation_id=i, flags=START, timeout_s=PATIENCE_S)
             assert found["Y"].item() == i
-        assert len(scheduler._idle) == 1
-        assert not scheduler._busy
-        assert not scheduler._queue._sequencer._executing
+        assert not hosted_in(runtime, "m").scheduler.executing

@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,25 +35,25 @@ class Interrupts:
     """Lets SIGUSR1 raise `Interrupted` in the main thread, once for each call of `when`."""
 
     def __init__(self) -> None:
-        self._noticed = threading.Event()
+        self.noticed = threading.Event()
 
     def handle(self, _: int, __: FrameType | None) -> None:
-        if not self._noticed.is_set():
-            self._noticed.set()
+        if not self.noticed.is_set():
+            self.noticed.set()
             raise Interrupted
 
     def when(self, condition: Callable[[], object]) -> threading.Thread:
         """Interrupt the main thread once the condition holds."""
         main = threading.main_thread().ident
         assert main is not None
-        self._noticed.clear()
+        self.noticed.clear()
 
         def send() -> None:
             wait_until(condition)
             # Python misses a signal that arrives just before it waits in the kernel, so this repeats it.
-            while not self._noticed.is_set():
+            while not self.noticed.is_set():
                 signal.pthread_kill(main, signal.SIGUSR1)
-                self._noticed.wait(0.01)
+                self.noticed.wait(0.01)
 
         thread = threading.Thread(target=send)
         thread.start()
@@ -62,7 +63,7 @@ class Interrupts:
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
     interrupts = Interrupts()
-    interrupts._noticed.set()
+    interrupts.noticed.set()
     before = signal.signal(signal.SIGUSR1, interrupts.handle)
     yield interrupts
     signal.signal(signal.SIGUSR1, before)
@@ -160,7 +161,7 @@ def test_an_execution_that_nobody_drives_is_found_and_driven(folder: Path, monke
         scheduler = hosted_in(runtime, "m").scheduler
         monkeypatch.setattr("moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None)
         future = runtime.submit("m", x(7))
-        (execution,) = scheduler._busy.values()
+        (execution,) = scheduler.executing_since(time.monotonic_ns())
         monkeypatch.undo()
         execution.offer()
         monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)

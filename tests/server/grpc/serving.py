@@ -115,6 +115,8 @@ class Served:
         self.service = Service(self.runtime)
         self.server = OnLoop(lambda: GrpcServer(self.service, options))
         self.server.start()
+        # Tests look into this part of the server.
+        self.port: Any = self.server.server._port
         self.address = f"127.0.0.1:{self.server.port}"
 
     def client(self) -> triton.InferenceServerClient:

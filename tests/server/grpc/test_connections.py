@@ -357,7 +357,7 @@ def test_a_call_for_which_nothing_waits_may_stay(serve: Serve) -> None:
     with RawClient(served.server.port) as client:
         client.send(call(1, STREAM))
         wait_until(lambda: served.server.calls)
-        port: Any = served.server.server._port
+        port = served.port
         opened = port.loop.time()
         wait_until(lambda: port.now - opened > 0.2)
         assert served.server.calls

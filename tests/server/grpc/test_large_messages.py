@@ -281,12 +281,6 @@ def test_nobody_copies_a_large_request(served: Served, monkeypatch: pytest.Monke
     assert copied_bytes() - before > given.nbytes
 
 
-def awaited_bytes(served: Served) -> int:
-    port: Any = served.server.server._port
-    found: int = port.awaited_bytes
-    return found
-
-
 def begin_upload(client: RawClient, stream: int, size_bytes: int) -> None:
     """Announce a large request, and send its first bytes."""
     request = messages.ModelInferRequest(model_name="echo")
@@ -312,10 +306,10 @@ def test_a_client_that_only_announces_gets_no_more_than_its_share(served: Served
         for number in range(4):
             begin_upload(client, 2 * number + 1, 40 << 20)
         wait_until(lambda: len(served.server.calls) == 4)
-        wait_until(lambda: awaited_bytes(served) > 0)
-        assert 40 << 20 < awaited_bytes(served) <= 64 << 20
+        wait_until(lambda: served.port.awaited_bytes > 0)
+        assert 40 << 20 < served.port.awaited_bytes <= 64 << 20
         client.send(frame(RESET, 0, 1, b"\0\0\0\x08"))
-        wait_until(lambda: awaited_bytes(served) == 0)
+        wait_until(lambda: served.port.awaited_bytes == 0)
     # The client has gone with the others, and there is room again.
     wait_until(lambda: not served.server.calls)
     taken = memory.size_bytes
@@ -323,10 +317,10 @@ def test_a_client_that_only_announces_gets_no_more_than_its_share(served: Served
         for _ in range(3):
             client = stack.enter_context(RawClient(served.server.port))
             begin_upload(client, 1, 40 << 20)
-        wait_until(lambda: awaited_bytes(served) > 2 * (40 << 20))
+        wait_until(lambda: served.port.awaited_bytes > 2 * (40 << 20))
         client.next(WINDOW_UPDATE)
         assert memory.size_bytes <= 5 * taken
-    wait_until(lambda: awaited_bytes(served) == 0)
+    wait_until(lambda: served.port.awaited_bytes == 0)
 
 
 @pytest.mark.promise(
@@ -338,11 +332,11 @@ def test_a_large_request_that_does_not_come_is_ended(serve: Serve) -> None:
     served.runtime.load("echo", E2E_MODELS / "echo.py", config=ECHO)
     with RawClient(served.server.port) as client:
         begin_upload(client, 1, 40 << 20)
-        wait_until(lambda: awaited_bytes(served) > 40 << 20)
+        wait_until(lambda: served.port.awaited_bytes > 40 << 20)
 
         def is_ended() -> bool:
             client.send(frame(PING, 0, 0, bytes(8)))
-            return awaited_bytes(served) == 0
+            return bool(served.port.awaited_bytes == 0)
 
         wait_until(is_ended)
         assert client.next(HEADERS).stream == 1
@@ -357,8 +351,8 @@ def test_a_large_request_that_comes_may_take_its_time(served: Served) -> None:
         # Only then may it send as much as the server's settings say.
         client.send(frame(SETTINGS, ACK))
         begin_upload(client, 1, 40 << 20)
-        wait_until(lambda: awaited_bytes(served) > 0)
-        port: Any = served.server.server._port
+        wait_until(lambda: served.port.awaited_bytes > 0)
+        port = served.port
         [connection] = port.clients.open
         # Bytes for two minutes at the least rate.
         for _ in range(128):
@@ -368,7 +362,7 @@ def test_a_large_request_that_comes_may_take_its_time(served: Served) -> None:
         async def is_open_after(passed_s: float) -> bool:
             [call] = served.server.calls
             call.look(port.now + passed_s, 60.0)  # type: ignore[attr-defined]
-            return awaited_bytes(served) > 0 and not call._is_over
+            return bool(served.port.awaited_bytes > 0 and not call._is_over)
 
         assert served.server.run(is_open_after(180.0))
         assert not served.server.run(is_open_after(200.0))

@@ -59,7 +59,8 @@ class Serving:
         ports = self.server.ports
         self.port = ports["http"] if "http" in ports else ports["openai"]
         # Start all threads now: one that starts in the middle of a test would look like a leak.
-        for executor in (self.server._executor, self.server._patient):
+        self.pools = self.server._executor, self.server._patient
+        for executor in self.pools:
             count = executor.most
             together = threading.Barrier(count)
             for done in [executor.submit(together.wait, TIMEOUT_S) for _ in range(count)]:

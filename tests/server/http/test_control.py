@@ -162,7 +162,7 @@ def test_an_unforeseen_error_is_a_general_error(
 @pytest.mark.promise("gRPC", "Models that are loading, or do …")
 def test_metrics_are_told_while_others_wait_for_models(serving: Serving) -> None:
     is_over = threading.Event()
-    patient = serving.server._patient
+    _, patient = serving.pools
     waiting = [patient.submit(is_over.wait, 60) for _ in range(patient.most)]
 
     assert serving.ask("GET", "/metrics", port=serving.server.ports["metrics"]).status == 200
@@ -180,7 +180,7 @@ def test_requests_for_which_there_is_no_thread_are_refused_and_the_next_are_not(
 
     body = gzip.compress(b"{}")
     with monkeypatch.context() as patch:
-        for pool in (serving.server._executor, serving.server._patient):
+        for pool in serving.pools:
             patch.setattr(pool, "submit", refuse)
         replies = [
             serving.get(f"{SUMS}/ready"),

@@ -26,13 +26,13 @@ TIMEOUT_S = 60.0
 class HostingServer(TritonServer):
     """Beside its own backends it has `moonpool`."""
 
-    def _lay_out_backend(self) -> None:
-        super()._lay_out_backend()
+    def lay_out_backend(self) -> None:
+        super().lay_out_backend()
         install.install(self._backends, library())
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         # Tests choose the traced requests while it runs.
-        return [*super()._command(), f"--trace-config=triton,file={self._trace_file}", "--trace-config=level=OFF"]
+        return [*super().command(), f"--trace-config=triton,file={self._trace_file}", "--trace-config=level=OFF"]
 
     @property
     def _trace_file(self) -> Path:
@@ -45,7 +45,7 @@ class HostingServer(TritonServer):
 
     def lay_out(self) -> tuple[Path, Path]:
         """Lay out the folders of the backends and the libraries, for another program to start with."""
-        self._lay_out_backend()
+        self.lay_out_backend()
         return self._backends, self._package.parent / "nvidia_pytriton.libs"
 
     @property

@@ -19,6 +19,7 @@ import pytest
 from tests.e2e.hosting import MODELS, Config, options, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.faults.known import FAULTS, MISBEHAVE, WORDS
+from tests.inside import boot_with
 from tests.triton.backend.hosting import Client, HostingServer
 from tests.triton.sanitized.server import (
     EXECUTE_TIMEOUT_S,
@@ -35,7 +36,6 @@ from tritonclient.utils import InferenceServerException
 
 import moonpool
 from moonpool.runtime.log import flush
-from moonpool.runtime.process import child as process
 from moonpool.runtime.triton import install
 
 pytestmark = [
@@ -93,16 +93,16 @@ class End(Protocol):
 class RogueServer(HostingServer):
     """Has a backend beside `moonpool` whose stubs misbehave."""
 
-    def _lay_out_backend(self) -> None:
-        super()._lay_out_backend()
+    def lay_out_backend(self) -> None:
+        super().lay_out_backend()
         rogue = self._backends / "rogue"
         shutil.copytree(self._backends / "moonpool", rogue)
         (library,) = rogue.glob("*.so")
         library.rename(rogue / "libtriton_rogue.so")
         (rogue / install.SETTINGS).write_text(f"{sys.executable}\n{ROGUE_LAUNCHER}\n")
 
-    def _command(self) -> list[str]:
-        return [*super()._command(), "--disable-auto-complete-config"]
+    def command(self) -> list[str]:
+        return [*super().command(), "--disable-auto-complete-config"]
 
 
 class Library:
@@ -184,8 +184,7 @@ def runtime() -> Iterator[End]:
         sibling: Config = {"input": SIGNATURE["input"], "output": [tensor("OUT_X", "FP32", 4)]}
         runtime.load("sibling", MODELS / "echo.py", config=sibling | options())
         runtime.load("talkative", MODELS / "talkative.py", config=sibling | options())
-        patch.setenv("FAULT_BOOT", process._BOOT)
-        patch.setattr(process, "_BOOT", str(MISBEHAVE))
+        boot_with(MISBEHAVE, patch)
         for name, sandbox in (("rogue", "standard"), ("confined", "strict")):
             seen = {
                 "SANDBOX": sandbox,

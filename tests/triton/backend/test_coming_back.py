@@ -30,8 +30,8 @@ TRIES = """
 class UncontrolledServer(HostingServer):
     """Nobody can load or unload a model there."""
 
-    def _command(self) -> list[str]:
-        return [word for word in super()._command() if "control-mode" not in word]
+    def command(self) -> list[str]:
+        return [word for word in super().command() if "control-mode" not in word]
 
 
 def _options(**options: object) -> str:

@@ -43,8 +43,8 @@ STRICT = 'parameters { key: "MOONPOOL_SANDBOX" value { string_value: "strict" } 
 class PlainServer(HostingServer):
     """A server that does not escape texts in its log, by an operator's wish or because it is an older one."""
 
-    def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), "TRITON_SERVER_ESCAPE_LOG_MESSAGES": "0"}
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "TRITON_SERVER_ESCAPE_LOG_MESSAGES": "0"}
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from moonpool.runtime.triton import install
 class OverlayServer(TritonServer):
     """A tritonserver in which moonpool runs all Python models."""
 
-    def _lay_out_backend(self) -> None:
-        super()._lay_out_backend()
+    def lay_out_backend(self) -> None:
+        super().lay_out_backend()
         stock = self._backends
         self._backends = install.overlay(stock, library(), stock.parent / "overlay" / stock.name)
 

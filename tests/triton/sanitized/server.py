@@ -77,8 +77,8 @@ class SanitizedServer(HostingServer):
         self._preloaded = sanitizer_libraries(sanitizers.libraries)
         self._folder = folder
 
-    def _lay_out_backend(self) -> None:
-        super()._lay_out_backend()
+    def lay_out_backend(self) -> None:
+        super().lay_out_backend()
         made = library(self._sanitizers.names)
         for name, launcher in (("moonpool", install.LAUNCHER), ("rogue", ROGUE_LAUNCHER)):
             install.put(self._backends / name, name, made)
@@ -87,12 +87,12 @@ class SanitizedServer(HostingServer):
             settings = self._backends / name / install.SETTINGS
             settings.write_text(f"{sys.executable}\n{start}\n")
 
-    def _command(self) -> list[str]:
-        return [*super()._command(), "--disable-auto-complete-config"]
+    def command(self) -> list[str]:
+        return [*super().command(), "--disable-auto-complete-config"]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         preloaded = {"LD_PRELOAD": self._preloaded}
-        return {**super()._environment(), **self._sanitizers.options, **preloaded}
+        return {**super().environment(), **self._sanitizers.options, **preloaded}
 
 
 def config(outputs: str, backend: str = "moonpool", level: str = "standard", timeout_s: int = EXECUTE_TIMEOUT_S) -> str:
