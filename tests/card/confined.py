@@ -33,7 +33,7 @@ def _say(**values: Any) -> None:
 
 def asking(program: bytes) -> bytes:
     """Return a filter that asks about the calls that this one refuses. Calls that it pretends are absent stay so."""
-    instruction = seccomp._INSTRUCTION
+    instruction = struct.Struct("=HBBI")
     refusals = (_ERRNO | errno.EPERM, _KILL_PROCESS)
     return b"".join(
         instruction.pack(code, true, false, _USER_NOTIF if code == _RETURN and word in refusals else word)

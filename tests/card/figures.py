@@ -21,7 +21,7 @@ from tests.card.results import RESULTS, record, recorded, share
 NAME = "gpu.jsonl"
 # The seconds in which a part measures. Imports, the first contexts, loads and the end of all processes take as long
 # again.
-_MEASURED_S = {
+MEASURED_S = {
     "sizes": 13.0,
     "forms": 4.0,
     "torch": 8.0,
@@ -93,7 +93,7 @@ def measure(part: str) -> None:
     report = Report("gpu", gpu.QUESTION, False, recorder.hear)
     report.note(f"{where.name}; {gpu.driver_in_words()}; {form}.")
     with nodes_known() if part == "strict" else contextlib.nullcontext():
-        gpu.measure_part(report, part, gpu.Pace(_MEASURED_S[part] * share()))
+        gpu.measure_part(report, part, gpu.Pace(MEASURED_S[part] * share()))
     report.close()
 
 

@@ -94,5 +94,5 @@ def test_every_part_is_a_step() -> None:
         for stage in stages.STAGES
     }
 
-    assert steps["figures"] == figures._MEASURED_S.keys()
+    assert steps["figures"] == figures.MEASURED_S.keys()
     assert steps["breadth"] == breadth.PARTS.keys()

@@ -381,13 +381,13 @@ def test_a_call_ends_with_the_process_that_made_it(runtime: moonpool.Runtime) ->
         hosted(runtime, "short", MODELS / "caller.py", CALLER),
     ):
         failed = runtime.submit("short", {"DO": ['once{"model": "waits"}'], "X": X})
-        dispatcher = hosted_in(runtime, "short").supervisor.records[0].instance.state._call_dispatcher
-        wait_until(lambda: dispatcher.open_calls == 1)
+        asked = hosted_in(runtime, "waits").scheduler
+        wait_until(lambda: asked.in_flight == 1)
         pid = runtime.instances("short")[0]["pid"]
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(moonpool.StubDied):
             failed.result(PATIENCE_S)
-        wait_until(lambda: dispatcher.open_calls == 0)
+        wait_until(lambda: asked.in_flight == 0)
         wait_until(lambda: runtime.is_ready("short"))
     assert do(runtime, "once", model="caller").tolist() == [0, 1, 4, 9]
     assert not is_running(pid)
@@ -400,8 +400,8 @@ def test_a_runtime_is_closed_while_models_ask_each_other() -> None:
         runtime.load("square", MODELS / "square.py", config=SQUARE)
         # The only instance waits for itself, without end.
         stuck = runtime.submit("caller", {"DO": ['recursive{"depth": 1}'], "X": X})
-        dispatcher = hosted_in(runtime, "caller").supervisor.records[0].instance.state._call_dispatcher
-        wait_until(lambda: dispatcher.open_calls == 1)
+        scheduler = hosted_in(runtime, "caller").scheduler
+        wait_until(lambda: scheduler.queued == 1)
         pid = runtime.instances("caller")[0]["pid"]
     wait_until(stuck.done)
     assert not is_running(pid)

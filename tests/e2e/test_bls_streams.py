@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,11 +77,10 @@ def test_a_model_with_many_responses_must_be_asked_for_them(runtime: moonpool.Ru
 
 def test_a_stream_ends_with_the_model_that_read_it(runtime: moonpool.Runtime) -> None:
     with hosted(runtime, "brief", MODELS / "caller.py", CALLER | options(RETRY="no")):
-        dispatcher = hosted_in(runtime, "brief").supervisor.records[0].instance.state._call_dispatcher
         asked = {"DO": ['iterated{"model": "endless"}'], "X": np.ones(2, np.float32)}
         future = runtime.submit("brief", asked)
-        wait_until(lambda: dispatcher.open_calls == 1)
-        hosted_in(runtime, "brief").supervisor.records[0].instance.state.process.kill()
+        wait_until(lambda: hosted_in(runtime, "endless").scheduler.in_flight == 1)
+        os.kill(runtime.instances("brief")[0]["pid"], signal.SIGKILL)
         with pytest.raises(moonpool.StubDied):
             future.result(PATIENCE_S)
     wait_until(lambda: not len(hosted_in(runtime, "endless").scheduler.open_requests))

@@ -111,7 +111,8 @@ def test_the_log_says_who_was_refused(server: RunningServer) -> None:
 
 @TOGETHER
 def test_a_second_of_refusals_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(clients, "_LOG_S", 0.01)
+    log_s = 0.01
+    monkeypatch.setattr(clients, "_LOG_S", log_s)
 
     async def refuse() -> None:
         together = AllClients(1)
@@ -120,7 +121,7 @@ def test_a_second_of_refusals_is_one_line(monkeypatch: pytest.MonkeyPatch, caplo
             ports[number % 2].opened(number)
         said = asyncio.Event()
         # Timers of a loop fire in order.
-        asyncio.get_running_loop().call_later(2 * clients._LOG_S, said.set)
+        asyncio.get_running_loop().call_later(2 * log_s, said.set)
         await said.wait()
 
     with caplog.at_level(logging.WARNING, "moonpool"):

@@ -240,7 +240,7 @@ def test_an_unload_meets_an_instance_that_is_being_recycled(folder: Path, moment
         watched = supervisor_of(runtime)
         unloading = threading.Thread(target=runtime.unload, args=("m",))
         unloading.start()
-        wait_until(watched._stopping.is_set)
+        wait_until(lambda: watched.is_stopping)
         proceed.set()
         unloading.join(PATIENCE_S)
         assert not unloading.is_alive()

@@ -152,7 +152,7 @@ def test_an_unload_waits_for_whoever_finds_out_why_an_instance_broke(
         backend.wait_for(1).break_down(PeerGone("gone"))
         assert inside.wait(PATIENCE_S)
         unloading = in_thread(runtime.unload, "m")
-        wait_until(hosted.supervisor._stopping.is_set)
+        wait_until(lambda: hosted.supervisor.is_stopping)
         proceed.set()
         unloading.join(PATIENCE_S)
         assert not unloading.is_alive()

@@ -143,12 +143,10 @@ def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None
         await several_at_once(runtime, backend)
         scheduler = hosted_in(runtime, "m").scheduler
         tasks = ask(runtime, 5, 6)
-        asyncio.get_running_loop().call_soon(
-            lambda: setattr(scheduler, "_refusal", moonpool.ModelUnavailable("it is gone"))
-        )
+        asyncio.get_running_loop().call_soon(scheduler.refuse, moonpool.ModelUnavailable("it is gone"))
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(each, moonpool.ModelUnavailable) for each in answers)
-        scheduler._refusal = None
+        scheduler.open()
 
     with holding(folder, **BATCHING) as (backend, runtime):
         asyncio.run(main())
