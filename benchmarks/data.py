@@ -22,7 +22,7 @@ from moonpool.benchmarks.loads import Schedule
 from moonpool.ipc.tensors import CODES, DTYPES
 from moonpool.runtime.client.request import QuestionTensor
 from moonpool.runtime.model.config.model import TensorConfig
-from moonpool.runtime.process.files import parsed_json
+from moonpool.runtime.process.files import parsed_object
 
 
 class BadData(MoonpoolError):
@@ -214,17 +214,21 @@ def _of_json(
 
 def _entries(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file in perf_analyzer's form; return all of it, and its requests."""
-    try:
-        found = parsed_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadData(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("data"), list):
+    found = _object(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(found.get("data"), list):
         raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
     entries = _flat(found["data"])
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
             raise BadData(f"{path}, entry {number} is no object")
     return found, entries
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
+    try:
+        return parsed_object(text, where)
+    except ValueError as error:
+        raise BadData(str(error)) from error
 
 
 # For each endpoint of OpenAI's API its path, and the field that a made-up request has beside the model.
@@ -329,10 +333,10 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
-                entry = _captured(line, f"{path}, line {number}")
-            except BadData as error:
-                # A server that was killed may have left a part of its last line, which is no JSON.
-                if number > 1 and not line.endswith("\n") and error.__cause__ is not None:
+                entry = _object(line, f"{path}, line {number}")
+            except BadData:
+                # A server that was killed may have left a part of its last line.
+                if number > 1 and not line.endswith("\n"):
                     break
                 raise
             if number == 1:
@@ -353,16 +357,6 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
     at = np.argsort(times, kind="stable")
     schedule = Schedule.of(str(path), [times[each] for each in at], speed, np.array(kinds, np.int32)[at])
     return DataMix(requests, np.array(kinds, np.int32)[at]), schedule
-
-
-def _captured(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = parsed_json(line)
-    except ValueError as error:
-        raise BadData(f"{where} is no JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise BadData(f"{where} is no object")
-    return entry
 
 
 def _time_of(entry: Mapping[str, Any], where: str) -> float:

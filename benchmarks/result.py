@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from moonpool.benchmarks.loads import LOAD_FIELDS
 from moonpool.benchmarks.slo import Slo
 from moonpool.benchmarks.windows import PARTS, PERCENTILES, Point, Window, percentile_us
 from moonpool.runtime.client.request import QuestionTensor
-from moonpool.runtime.process.files import parsed_json
+from moonpool.runtime.process.files import parsed_object
 
 # Long enough that no two of a person's results agree by chance.
 _LENGTH = 16
@@ -73,18 +72,6 @@ def _of_json(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """The median of ratios, the smallest and the largest."""
-
-    median: float
-    least: float
-    most: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {"median": self.median, "least": self.least, "most": self.most}
-
-
 class Incomparable(MoonpoolError):
     """Two results were measured with different requests."""
 
@@ -97,8 +84,8 @@ _COMPARED = {"requests_per_s": ("requests_per_s",), "p50": ("latency_us", "p50")
 
 def ratios(
     ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], *, in_turns: bool
-) -> dict[str, Ratio]:
-    """Compute ratios of rate, p50 and p99 of two lists of windows.
+) -> dict[str, dict[str, float]]:
+    """Compute ratios of rate, p50 and p99 of two lists of windows: their median, the smallest and the largest.
 
     Windows that were measured in turns are compared pair by pair, others each with the median of the other side. A
     figure that a side lacks is left out.
@@ -110,7 +97,7 @@ def ratios(
             right = [statistics.median(value for value in right if value)] * len(left)
         quotients = [a / b for a, b in zip(left, right, strict=False) if a and b]
         if quotients:
-            found[name] = Ratio(statistics.median(quotients), min(quotients), max(quotients))
+            found[name] = {"median": statistics.median(quotients), "least": min(quotients), "most": max(quotients)}
     return found
 
 
@@ -311,10 +298,10 @@ def _times(times_ns: NDArray[np.int64]) -> dict[str, float | None]:
 def read(path: Path) -> dict[str, Any]:
     """Read a result from its file. Raises `BadResult` and OSError."""
     try:
-        found = parsed_json(path.read_text(encoding="utf-8"))
+        found = parsed_object(path.read_text(encoding="utf-8"), str(path))
     except ValueError as error:
-        raise BadResult(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("series"), list):
+        raise BadResult(str(error)) from error
+    if not isinstance(found.get("series"), list):
         raise BadResult(f"{path} is no result of `moonpool bench`: it has no `series`")
     if found.get("format") != FORMAT:
         raise BadResult(
@@ -358,8 +345,7 @@ def compare(found: dict[str, Any], *, in_turns: bool) -> None:
     for point in found["series"]:
         other = matching(point, found["against"]["series"])
         if other is not None:
-            compared = ratios(point["windows"], other["windows"], in_turns=in_turns)
-            point["ratios"] = {name: ratio.as_dict() for name, ratio in compared.items()}
+            point["ratios"] = ratios(point["windows"], other["windows"], in_turns=in_turns)
 
 
 def over(found: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:

@@ -389,18 +389,6 @@ class Tally:
     # Processor time that this process took.
     busy_s: float = 0.0
 
-    @property
-    def latencies_ns(self) -> list[int]:
-        """The latencies of the requests that were answered."""
-        rows = zip(*(self.log[column :: len(COLUMNS)] for column in (DUE, END, OUTCOME)), strict=True)
-        return [end - due for due, end, outcome in rows if outcome == SUCCEEDED]
-
-    @property
-    def first_ns(self) -> list[int]:
-        """The times to the first response, of requests in streams that had one."""
-        rows = zip(*(self.log[column :: len(COLUMNS)] for column in (DUE, FIRST)), strict=True)
-        return [first - due for due, first in rows if first]
-
     def number_of(self, error: str) -> int:
         """Count an error, and return its number."""
         self.errors[error] += 1

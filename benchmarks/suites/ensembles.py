@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from moonpool.benchmarks.suites.hosted import folder_of
 from moonpool.benchmarks.suites.peer.presser import Case, Shown, presser, report_in_turns
 from moonpool.benchmarks.suites.peer.served import both_servers
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns
+from moonpool.benchmarks.suites.rounds import Series, calls_in_turns, in_turns, time_us_async
 
 _STEPS = ("first", "second", "third")
 _MODELS = (*(f"{name}=increment" for name in _STEPS), "pipeline")
@@ -67,19 +68,13 @@ def _tasks_in_turns(runtime: moonpool.Runtime, x: Any, rounds: int, calls: int) 
         for name in _STEPS:
             y = (await runtime.ainfer(name, {"X": y}))["Y"]
 
-    async def times_us(call: Callable[[], Any]) -> list[float]:
-        clock, times = asyncio.get_running_loop().time, []
-        for _ in range(calls):
-            before = clock()
-            await call()
-            times.append((clock() - before) * 1e6)
-        return times
-
+    cases = {"ensemble": whole, "three calls": one_by_one}
     with asyncio.Runner() as runner:
-        return in_turns(
-            {"ensemble": lambda: runner.run(times_us(whole)), "three calls": lambda: runner.run(times_us(one_by_one))},
-            rounds,
-        )
+        return in_turns({k: partial(_timed, runner, call, calls) for k, call in cases.items()}, rounds)
+
+
+def _timed(runner: asyncio.Runner, call: Callable[[], Awaitable[object]], calls: int) -> list[float]:
+    return runner.run(time_us_async(call, calls))
 
 
 def _report_pair(report: Report, name: str, series: Mapping[str, Series]) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from moonpool.benchmarks.callers import measure_async
 from moonpool.benchmarks.suites.hosted import MODELS
 from moonpool.benchmarks.suites.report import Report, main
-from moonpool.benchmarks.suites.rounds import in_turns
+from moonpool.benchmarks.suites.rounds import in_turns, time_us_async
 
 _A, _B = np.ones((1, 4), np.float32), np.full((1, 4), 2, np.float32)
 _INPUTS = {"INPUT0": _A, "INPUT1": _B}
@@ -66,30 +67,11 @@ class Bench:
     def latency_ms(self, ask: Ask) -> Sequence[float]:
         """Time calls one after another."""
 
-        async def times() -> list[float]:
-            found = []
-            for _ in range(20 if self._quick else 200):
-                before = time.perf_counter()
-                await ask()
-                found.append((time.perf_counter() - before) * 1e3)
-            return found
-
-        return self.run(times())  # type: ignore[no-any-return]
+        return [took_us / 1000 for took_us in self.run(time_us_async(ask, 20 if self._quick else 200))]
 
     def rate(self, ask: Ask) -> Sequence[float]:
         """Count the requests per second of callers at the same time."""
-        calls = 10 if self._quick else 60
-
-        async def caller() -> None:
-            for _ in range(calls):
-                await ask()
-
-        async def all_callers() -> float:
-            before = time.perf_counter()
-            await asyncio.gather(*(caller() for _ in range(_CALLERS)))
-            return calls * _CALLERS / (time.perf_counter() - before)
-
-        return [self.run(all_callers())]
+        return [self.run(measure_async(ask, _CALLERS, 0.1 if self._quick else 0.5)).requests_per_s]
 
     def until_answered_ms(self, ask: Ask, find: Callable[[], int]) -> Sequence[float]:
         """Kill a process, and return the time until a request is answered again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key")
@@ -43,6 +43,17 @@ def time_us(call: Callable[[], object], count: int) -> list[float]:
     for _ in range(count):
         before = clock()
         call()
+        times.append((clock() - before) / 1000)
+    return times
+
+
+async def time_us_async(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
+    """Time each of `count` calls in an event loop, one after the other."""
+    clock = time.perf_counter_ns
+    times = []
+    for _ in range(count):
+        before = clock()
+        await call()
         times.append((clock() - before) / 1000)
     return times
 

@@ -21,7 +21,7 @@ from moonpool.runtime.model.config.options import hardened, policy_of
 from moonpool.runtime.model.device_intake import DeviceIntake
 from moonpool.runtime.model.request import InferenceRequest
 from moonpool.runtime.process.child import ChildProcess
-from moonpool.runtime.process.files import parsed_json
+from moonpool.runtime.process.files import parsed_object
 from moonpool.runtime.repository.environment import Environment, resolve
 from moonpool.runtime.stubs.handle import StubHandle, Stubs
 from moonpool.runtime.stubs.link import Link
@@ -368,14 +368,10 @@ class PythonBackend(Backend):
 
 def _object(text: str, model: str) -> dict[str, Any]:
     """Parse the JSON object that a stub sent. Raises `LoadFailed`."""
-    subject = f"the completed configuration of model '{model}'"
     try:
-        completed = parsed_json(text)
+        return parsed_object(text, f"the completed configuration of model '{model}'")
     except ValueError as error:
-        raise LoadFailed(f"{subject} is no JSON: {error}", stage="auto_complete_config") from error
-    if not isinstance(completed, dict):
-        raise LoadFailed(f"{subject} is no JSON object", stage="auto_complete_config")
-    return completed
+        raise LoadFailed(str(error), stage="auto_complete_config") from error
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -203,3 +203,14 @@ def parsed_json(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parsed_object(text: str, subject: str) -> dict[str, Any]:
+    """Return the object in a JSON text that others have written. Raises ValueError with a text that names `subject`."""
+    try:
+        found = parsed_json(text)
+    except ValueError as error:
+        raise ValueError(f"{subject} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{subject} is no JSON object")
+    return found

@@ -19,7 +19,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.model.config.schema import MESSAGES
 from moonpool.runtime.model.config.source import ConfigError
 from moonpool.runtime.model.source import ModelSource, of_file
-from moonpool.runtime.process.files import check_no_loop, parsed_json
+from moonpool.runtime.process.files import check_no_loop, parsed_object
 from moonpool.runtime.process.terminal import harmless, one_line
 from moonpool.runtime.repository.grants import Grants, quoted
 from moonpool.runtime.repository.loading import HostingRules
@@ -176,12 +176,9 @@ def _source(config: ModelConfig, directory: Path, version: int, backend: Path) -
 
 def _object(text: str, subject: str) -> dict[str, Any]:
     try:
-        value = parsed_json(text or "{}")
+        return parsed_object(text or "{}", subject)
     except ValueError as error:
-        raise LoadFailed(f"{subject} is no JSON: {error}", stage="config") from error
-    if not isinstance(value, dict):
-        raise LoadFailed(f"{subject} is no JSON object", stage="config")
-    return value
+        raise LoadFailed(str(error), stage="config") from error
 
 
 def _known(kind: str, message: Any, path: str) -> Any:

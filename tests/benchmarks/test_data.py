@@ -54,7 +54,7 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
     ("value", "why"),
     [
         ("{", "is no JSON"),
-        ([], "no list `data`"),
+        ([], "is no JSON object"),
         ({"data": []}, "has no requests"),
         ({"data": [5]}, "is no object"),
         ({"data": [{}]}, "lacks input 'X'"),
@@ -145,7 +145,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (["{"], "is no JSON"),
         (["{}"], "its format is None"),
         (['{"format": 1}'], "no request to model 'm'"),
-        (['{"format": 1}', "5"], "is no object"),
+        (['{"format": 1}', "5", "{}"], "is no JSON object"),
         (['{"format": 1}', '{"model": "m", "at_s": 0}'], "no captured request"),
         (['{"format": 1}', '{"model": "m", "inputs": []}'], "no time"),
         (

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from moonpool.benchmarks.server import MeasuredServer
 from moonpool.benchmarks.suites.figure import counted
 from moonpool.benchmarks.suites.peer.served import Served
 from moonpool.benchmarks.suites.report import Report
+from moonpool.benchmarks.suites.rounds import in_turns
 from moonpool.runtime.client.control_client import control_client
 from moonpool.runtime.client.request import Endpoint, Question, QuestionTensor
 from moonpool.runtime.process.usage import usage_of
@@ -252,17 +254,17 @@ def press_in_turns(pressed: Presser, sides: Mapping[str, tuple[Case, Served]], *
             pressed = Own()
         if not case.is_stream:
             case.check(server.port(case.protocol))
-    found: dict[str, list[Row]] = {name: [] for name in sides}
-    for turn in range(0 if quick else -1, rounds):
-        for name, (case, server) in list(sides.items())[:: 1 if turn % 2 else -1]:
-            answered, before = server.answered(case.model), server.busy_by_process_s()
-            sample = pressed.press(case, server.port(case.protocol), seconds)
-            after = server.busy_by_process_s()
-            answered = max(1, server.answered(case.model) - answered)
-            processor_us = sum(1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items())
-            if turn >= 0:
-                found[name].append(Row(*sample[:3], processor_us))
-    return found
+    windows = {name: partial(_row, pressed, case, server, seconds) for name, (case, server) in sides.items()}
+    return {name: [Row(*each) for each in series.rounds] for name, series in in_turns(windows, rounds).items()}
+
+
+def _row(pressed: Presser, case: Case, server: Served, seconds: float) -> Row:
+    answered, before = server.answered(case.model), server.busy_by_process_s()
+    sample = pressed.press(case, server.port(case.protocol), seconds)
+    after = server.busy_by_process_s()
+    answered = max(1, server.answered(case.model) - answered)
+    processor_us = sum(1e6 * (busy_s - before.get(pid, 0.0)) / answered for pid, busy_s in after.items())
+    return Row(*sample[:3], processor_us)
 
 
 def report_in_turns(
