@@ -214,7 +214,7 @@ def _of_json(
 
 def _entries(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file in perf_analyzer's form; return all of it, and its requests."""
-    found = _object(path.read_text(encoding="utf-8"), str(path))
+    found = _object(path.read_bytes(), str(path))
     if not isinstance(found.get("data"), list):
         raise BadData(f"{path} has no list `data`, as in perf_analyzer's --input-data")
     entries = _flat(found["data"])
@@ -224,7 +224,7 @@ def _entries(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return found, entries
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         return parsed_object(text, where)
     except ValueError as error:

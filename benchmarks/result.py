@@ -298,7 +298,7 @@ def _times(times_ns: NDArray[np.int64]) -> dict[str, float | None]:
 def read(path: Path) -> dict[str, Any]:
     """Read a result from its file. Raises `BadResult` and OSError."""
     try:
-        found = parsed_object(path.read_text(encoding="utf-8"), str(path))
+        found = parsed_object(path.read_bytes(), str(path))
     except ValueError as error:
         raise BadResult(str(error)) from error
     if not isinstance(found.get("series"), list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ import moonpool
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.process import child
+from moonpool.runtime.schedule.lane import Lane
 
 
 def registry_of(runtime: moonpool.Runtime) -> ModelRegistry:
@@ -18,6 +20,10 @@ def registry_of(runtime: moonpool.Runtime) -> ModelRegistry:
 
 def hosted_in(runtime: moonpool.Runtime, name: str, version: int | None = None) -> HostedModel:
     return registry_of(runtime).find(name, version)
+
+
+def queue_of(scheduler: Lane) -> Any:
+    return scheduler._queue
 
 
 def boot_with(program: Path, patch: pytest.MonkeyPatch) -> None:

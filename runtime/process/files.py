@@ -205,7 +205,7 @@ def parsed_json(text: str | bytes | bytearray) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def parsed_object(text: str, subject: str) -> dict[str, Any]:
+def parsed_object(text: str | bytes, subject: str) -> dict[str, Any]:
     """Return the object in a JSON text that others have written. Raises ValueError with a text that names `subject`."""
     try:
         found = parsed_json(text)

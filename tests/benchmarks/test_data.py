@@ -22,7 +22,7 @@ TEXT = TensorConfig("TEXT", "BYTES", (-1,))
 def read(path: Path, value: Any, *inputs: TensorConfig, is_batched: bool = True) -> list[Any]:
     """The arrays of each request in a file of perf_analyzer's."""
     file = path / "data.json"
-    file.write_text(value if isinstance(value, str) else json.dumps(value))
+    file.write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
     mix = read_mix([str(file)], inputs or (X,), {}, is_batched=is_batched)
     return [data.arrays() for data in mix.requests]
 
@@ -53,7 +53,8 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("{", "is no JSON"),
+        (b"{", "is no JSON"),
+        (b"\xff", "is no JSON"),
         ([], "is no JSON object"),
         ({"data": []}, "has no requests"),
         ({"data": [5]}, "is no object"),

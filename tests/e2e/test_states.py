@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import MODELS, hosted, options, tensor
 from tests.e2e.sequence_client import END, PATIENCE_S, START, SequenceClient, Serve, sequence_config, told
+from tests.inside import queue_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -38,7 +39,7 @@ def config(
 class Client(SequenceClient):
     @property
     def used_bytes(self) -> int:
-        return int(self.scheduler._queue.states.used_bytes)
+        return int(queue_of(self.scheduler).states.used_bytes)
 
     def send(self, which: int, x: float, flags: int = 0, how: str = "", *, held: bool = False) -> ResponseStream:
         return self.begin(which, x, flags, held=held, answer=how)

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from hypothesis import strategies as st
 
-from moonpool.ipc.codec import Codec, encode
+from moonpool.ipc.codec import Codec, compile_check, encode
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.messages import (
     CALLS,
@@ -41,9 +41,16 @@ EVERY_ROW = pytest.mark.parametrize(("channel", "kind"), ROWS, ids=lambda v: get
 
 
 def receiver(channel: str, kind: Kind) -> Codec:
-    """A codec of the side that `kind` is sent to."""
+    """A codec of the side that `kind` is sent to. It has received one of that kind, so that its check is compiled."""
     us = Side.STUB if TABLES[channel][kind].sender is not Side.STUB else Side.RUNTIME
-    return Codec(TABLES[channel], us)
+    codec = Codec(TABLES[channel], us)
+    codec._checks[int(kind)] = compile_check(kind, TABLES[channel][kind])
+    return codec
+
+
+def accepts(codec: Codec, fields: Any) -> bool:
+    """Return what a plain reading of the tables says of a message to that side."""
+    return message_fits(codec._table, codec._us, fields)
 
 
 @functools.cache

@@ -115,9 +115,15 @@ class Served:
         self.service = Service(self.runtime)
         self.server = OnLoop(lambda: GrpcServer(self.service, options))
         self.server.start()
-        # Tests look into this part of the server.
+        # Tests look into these parts of the server.
         self.port: Any = self.server.server._port
+        self._backlog = self.server.server._streams.backlog
         self.address = f"127.0.0.1:{self.server.port}"
+
+    @property
+    def unread_bytes(self) -> list[int]:
+        """The bytes that wait for each client that reads too slowly."""
+        return [*self._backlog._of.copy().values()]
 
     def client(self) -> triton.InferenceServerClient:
         """Return a client of Triton's."""

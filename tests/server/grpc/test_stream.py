@@ -139,14 +139,13 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
 @pytest.mark.promise("What the server bears, and whom it answers like", "The bytes that wait for all …")
 def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> None:
     served = serve("repeat", max_backlogs_bytes=48 << 20)
-    backlog = served.server.server._streams.backlog
     few, many = Requests(repeat(400, size=1 << 16)), Requests(repeat(2000, size=1 << 16))
     stub = served.stub()
     patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
-    wait_until(lambda: backlog._total_bytes > 1 << 20, what="some to wait")
+    wait_until(lambda: sum(served.unread_bytes) > 1 << 20, what="some to wait")
     greedy = stub.ModelStreamInfer(iter(many), timeout=6 * TIMEOUT_S)
     scheduler = hosted_in(served.runtime, "repeat").scheduler
-    wait_until(lambda: len(backlog._of) == 2, what="both to wait")
+    wait_until(lambda: len(served.unread_bytes) == 2, what="both to wait")
 
     wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
 
@@ -156,7 +155,7 @@ def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> 
     few.close()
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(list(patient)) == 400
-    assert backlog._total_bytes == 0
+    assert served.unread_bytes == []
 
 
 @pytest.mark.promise("gRPC", "Hundreds of streams that are dropped leave nothing behind.")
