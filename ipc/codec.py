@@ -57,6 +57,8 @@ pack = (
     if msgpack.Packer.__module__ == "msgpack.fallback"
     else msgpack.Packer(autoreset=True, use_bin_type=True).pack
 )
+# For values (`ipc/source/values.py`): packs with options, and adds what msgpack does not have.
+pack_with, Extension = msgpack.packb, msgpack.ExtType
 # A check takes up to a millisecond to make and serves every channel of the process.
 _compiled: dict[Message | Packed, Check] = {}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from errno import EAGAIN
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from moonpool.ipc.errors import Closed, MoonpoolError
 
@@ -110,6 +110,17 @@ class StubDied(MoonpoolError):
     def __init__(self, message: str, public_message: str | None = None) -> None:
         super().__init__(message)
         self.public_message = public_message
+
+
+class SandboxError(MoonpoolError):
+    """Source that ran in a sandbox has no value: it raised, or met a limit. `result` is its `RunResult`."""
+
+    __module__ = "moonpool"
+    _fault = "model"
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(str(result.error))
+        self.result = result
 
 
 class ClientCutMemory(StubDied):

@@ -109,6 +109,10 @@ def main() -> None:
         from moonpool.stub.template import Template
 
         Stub(*Template(handshake).run()).run()
+    elif handshake.start["mode"] == "source":
+        from moonpool.stub.source.template import SourceTemplate
+
+        SourceTemplate(handshake).serve()
     else:
         Stub(handshake).run()
 

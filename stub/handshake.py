@@ -17,8 +17,9 @@ arrive before numpy is there to map them, so `Announced` keeps their descriptors
 
 After COMPLETED, another START may come, with the mode `serve`: the process becomes an instance.
 
-START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config in its own process; or `template` for a
-process that forks others, with `initializes`: whether it calls `initialize` first), `instance`, `device` (of the
+START holds a JSON object: `mode` (`serve`; `complete` for auto_complete_config in its own process; `template` for a
+process that forks others, with `initializes`: whether it calls `initialize` first; or `source` for one that forks runs
+of source, with `imports`: the modules that it imports before), `instance`, `device` (of the
 instance, or NO_DEVICE), `args` (for `initialize`), `kind` (`triton` or `native`), `file`, `class_name`, `version_dir`,
 `model_dir`, `inputs` and `outputs` (names in the order of the configuration, by which the wire numbers tensors),
 `keep_ms` (for how long an idle stub keeps the first region by which it grew, and the others), `compiled` (whether

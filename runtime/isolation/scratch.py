@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import secrets
 import stat
 import tempfile
 from pathlib import Path
 
+from moonpool.ipc.source.folders import empty
 from moonpool.runtime.isolation import users
 from moonpool.runtime.log import RuntimeLog
 
@@ -38,29 +38,12 @@ def remove(folder: str) -> None:
     Its processes have ended. May be called many times.
     """
     try:
-        while folders := _emptied(folder):
-            # Deep folders are moved up, so that no path is too long.
-            for each in folders:
-                for below in _emptied(each):
-                    os.chmod(below, 0o700)
-                    os.rename(below, f"{folder}/{secrets.token_hex(16)}")
-                os.rmdir(each)
+        empty(folder)
         os.rmdir(folder)
     except FileNotFoundError:
         return
     except OSError as error:
         _log.warning("cannot remove the scratch folder %s: %s", folder, error)
-
-
-def _emptied(folder: str) -> list[str]:
-    """Remove the files of a folder, and return its folders."""
-    os.chmod(folder, 0o700)
-    with os.scandir(folder) as entries:
-        found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for path, is_folder in found:
-        if not is_folder:
-            os.unlink(path)
-    return [path for path, is_folder in found if is_folder]
 
 
 @functools.cache

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
+import functools
 import linecache
 import re
 import symtable
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.model.source import Definition, kind_of
+from moonpool.runtime.model.source import Definition, file_of, kind_of
 
 # The inputs of Python's own prompt, from 3.13 on.
 _PROMPT = re.compile(r"<python-input-\d+>")
@@ -58,7 +61,7 @@ def source_of(definition: Definition) -> str:
             raise _Unreachable("it is defined inside a function")
         if "<" in root:
             raise _Unreachable("it has no name")
-        return _Session(_cells(namespace), namespace).cut(root)
+        return _session(_cells(namespace)).cut(root, namespace)
     except _Unreachable as error:
         file, kind = f"{root.lower()}.py", kind_of(definition)
         raise LoadFailed(
@@ -66,6 +69,29 @@ def source_of(definition: Definition) -> str:
             f"process and imports the model from a file, so put the {kind} into a file and load that:\n"
             f"  %%writefile {file}          (the first line of the cell with the {kind} and its imports)\n"
             f'  runtime.load("{root.lower()}", "{file}")',
+            stage="find",
+        ) from error
+
+
+def function_source(function: FunctionType) -> tuple[str, str]:
+    """Return a text with a function and everything that it uses, and the name of the function there.
+
+    The function is in a file or in a session. Raises `LoadFailed`.
+    """
+    namespace = vars(sys.modules.get(function.__module__, builtins))
+    name = function.__qualname__
+    file = file_of(function)
+    try:
+        if not name.isidentifier():
+            raise _Unreachable("it is not at the top level")
+        if namespace.get(name) is not function:
+            raise _Unreachable(f"'{name}' is something else by now")
+        cells = _cells(namespace) if file is None else ["".join(linecache.getlines(str(file)))]
+        return _session(cells).cut(name, namespace), name
+    except _Unreachable as error:
+        where = "this session" if file is None else str(file)
+        raise LoadFailed(
+            f"function {name} cannot be taken out of {where}: {error}. Put what it needs into it, or give a text",
             stage="find",
         ) from error
 
@@ -80,9 +106,19 @@ def _cells(namespace: Mapping[str, Any]) -> list[str]:
     return ["".join(linecache.getlines(name)) for name in names]
 
 
+def _session(cells: Sequence[str]) -> _Session:
+    return copy.copy(_parsed(tuple(cells)))
+
+
+@functools.lru_cache(maxsize=16)
+def _parsed(cells: tuple[str, ...]) -> _Session:
+    """Parse a session. A function may be run many times, and its file may be long."""
+    return _Session(cells)
+
+
 class _Session:
-    def __init__(self, cells: Sequence[str], namespace: Mapping[str, Any]) -> None:
-        self._namespace = namespace
+    def __init__(self, cells: Sequence[str]) -> None:
+        self._namespace: Mapping[str, Any] = {}
         # The last statements that bind each name: one, but for imports of parts of one package.
         self._bound: dict[str, list[_Statement]] = {}
         # Imports of `__future__`, which hold for everything.
@@ -109,8 +145,12 @@ class _Session:
             if any(isinstance(each.node, _DEFINITIONS) for each in self._bound.get(name, ())):
                 self._bound[name] = [statement]
 
-    def cut(self, name: str) -> str:
-        """Return the text of all that this name needs, in the session's order. Raises `_Unreachable`."""
+    def cut(self, name: str, namespace: Mapping[str, Any]) -> str:
+        """Return the text of all that this name needs, in the session's order. Raises `_Unreachable`.
+
+        `namespace` has the present values. Not for the session in the cache, but for a copy.
+        """
+        self._namespace, self._taken = namespace, set()
         if name not in self._bound:
             raise _Unreachable("what was typed there is not kept")
         self._take(name)

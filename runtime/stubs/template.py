@@ -284,6 +284,7 @@ class TemplateStub(StubHandle):
 
     # It gets no batches, and waits for two channels at once.
     may_use_slots = False
+    process_class: type[ForkedProcess]
 
     def __init__(self, *arguments: Any) -> None:
         # The forks that were not reaped, by pid, with the pid of each in the template's own namespace. And the futures
@@ -310,12 +311,11 @@ class TemplateStub(StubHandle):
                 f"it has {len(names)} threads ({', '.join(sorted(set(names)))}), and only one would be in a fork"
             )
 
-    def fork(self, name: str, work_fd: int, control_fd: int, calls_fd: int, output_fd: int) -> ForkedProcess:
-        """Fork a stub with these descriptors. Raises `TemplateGone`, `ForkRefused`."""
+    def fork(self, name: str, *fds: int) -> ForkedProcess:
+        """Fork a process with these descriptors: those of a stub, or of a run. Raises `TemplateGone`, `ForkRefused`."""
         handshake = ForkHandshake()
         try:
-            fds = (work_fd, control_fd, calls_fd, output_fd, handshake.end.fileno())
-            self.control.send_fork(name, *fds)
+            self.control.send_fork(name, *fds, handshake.end.fileno())
             pid, pidfd = handshake.wait(self.process.pid, _FORK_S)
         except PeerGone as error:
             raise TemplateGone(str(error)) from error
@@ -335,7 +335,7 @@ class TemplateStub(StubHandle):
         if is_another:
             os.close(pidfd)
             raise ForkRefused(f"it answered with process {pid}, which is another instance")
-        return ForkedProcess(pid, pidfd, self.exit_code_of)
+        return self.process_class(pid, pidfd, self.exit_code_of)
 
     def exit_code_of(self, pid: int) -> int:
         """Have the template reap a fork that has ended, and return its exit code as the template reports it.
@@ -506,3 +506,6 @@ class ForkedProcess(ChildProcess):
             if self._exit_code is None:
                 self._end_group()
                 self._exit_code = self._exit_code_of(self.pid)
+
+
+TemplateStub.process_class = ForkedProcess

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         RepositoryError as RepositoryError,
         RequestTimedOut as RequestTimedOut,
         RuntimeClosed as RuntimeClosed,
+        SandboxError as SandboxError,
         SequenceLost as SequenceLost,
         StubDied as StubDied,
     )
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from moonpool.runtime.process.sigterm import exit_on_sigterm
     from moonpool.runtime.residency.policy import Resident as Resident
     from moonpool.runtime.runtime import Runtime
+    from moonpool.runtime.sandboxes.sandbox import RunError as RunError, RunResult as RunResult, Sandbox, arun, run
     from moonpool.runtime.schedule.stream import ResponseStream
     from moonpool.stub.native.hints import Outputs, Ragged, TensorType
 
@@ -103,6 +105,7 @@ else:
             "RepositoryError",
             "RequestTimedOut",
             "RuntimeClosed",
+            "SandboxError",
             "SequenceLost",
             "StubDied",
         ),
@@ -113,6 +116,7 @@ else:
         "runtime.process.sigterm": ("exit_on_sigterm",),
         "runtime.residency.policy": ("Resident",),
         "runtime.runtime": ("Runtime",),
+        "runtime.sandboxes.sandbox": ("RunError", "RunResult", "Sandbox", "arun", "run"),
         "runtime.schedule.stream": ("ResponseStream",),
         "stub.native.hints": (
             "Batch",
@@ -169,6 +173,9 @@ else:
 # In the order in which a program meets them.
 __all__ = [  # noqa: RUF022
     "Runtime",
+    "run",
+    "arun",
+    "Sandbox",
     "Batch",
     "Ragged",
     "Float32",

@@ -32,6 +32,7 @@ from moonpool.runtime.errors import (
     QueueTimeout,
     RequestTimedOut,
     RuntimeClosed,
+    SandboxError,
     SequenceLost,
     StubDied,
 )
@@ -56,6 +57,7 @@ __all__ = [  # noqa: RUF022
     "ExecuteTimedOut",
     "ModelError",
     "StubDied",
+    "SandboxError",
     "SequenceLost",
     "RuntimeClosed",
 ]

@@ -28,8 +28,10 @@ from __future__ import annotations
 import os
 import select
 import selectors
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Callable
 
 from moonpool.ipc import syscalls
 from moonpool.ipc.policy import STRICT, Policy
@@ -37,6 +39,8 @@ from moonpool.stub.sandbox import granted, identity, kernel, landlock, limits, m
 from moonpool.stub.sandbox.landlock import pinned_files, usual_files
 from moonpool.stub.sandbox.outcome import Applied, SandboxRefused, refusing
 
+# Stands for the pid of a process that does not exist yet. No pid, and no other number in the rules, is so large.
+_NO_PID = 0x7EADBEEF
 _SECOND_LINE = ("namespaces", "own_user", "no_capabilities")
 _MACHINES = " or ".join(syscalls.ARCHITECTURES)
 
@@ -295,19 +299,34 @@ class Contained:
                 f"there is no filter for {machine}",
                 f"use {_MACHINES}, or the level best-effort to go without",
             )
-        _install_filter(self._policy, others_are_safe=self._others_are_safe, scoped=scoped, launches=self._launches)
+        safe, launches = self._others_are_safe, self._launches
+        seccomp.install(_filter(self._policy, os.getpid(), others_are_safe=safe, scoped=scoped, launches=launches))
 
 
 def tighten(policy: Policy) -> None:
     """Put on again what an exec takes off, and forbid another exec. Raises `SandboxRefused`."""
+    tightening(policy)()
+
+
+def tightening(policy: Policy) -> Callable[[], None]:
+    """Return a function that does what `tighten` does, in less time. A template makes it for all of its forks."""
+    program = b""
+    places: list[int] = []
+    if syscalls.this_machine() in syscalls.ARCHITECTURES:
+        # The first filter stays on, and the kernel takes the stricter answer of the two. So conditions that the first
+        # one decides are left open here.
+        program = _filter(policy, _NO_PID, others_are_safe=True, scoped=True)
+        places = seccomp.places_of(program, _NO_PID)
+    return partial(_tighten, policy, program, places)
+
+
+def _tighten(policy: Policy, program: bytes, places: Sequence[int]) -> None:
     try:
         with refusing("not_dumpable"):
             identity.forbid_looking_inside()
-        if syscalls.this_machine() in syscalls.ARCHITECTURES:
+        if program:
             with refusing("seccomp"):
-                # The first filter stays on, and the kernel takes the stricter answer of the two. So conditions that
-                # the first one decides are left open here.
-                _install_filter(policy, others_are_safe=True, scoped=True)
+                seccomp.install(seccomp.with_operand(program, places, os.getpid()))
     except SandboxRefused:
         # `best-effort` reported the layer when it was left out the first time.
         if policy.level == STRICT:
@@ -322,9 +341,10 @@ def _choose_selector() -> None:
         selectors.DefaultSelector = selectors.PollSelector  # type: ignore[assignment,misc]
 
 
-def _install_filter(policy: Policy, *, others_are_safe: bool, scoped: bool, launches: bool = False) -> None:
+def _filter(policy: Policy, pid: int, *, others_are_safe: bool, scoped: bool, launches: bool = False) -> bytes:
+    """Return the filter of the process `pid`."""
     table = rules.allowed(
-        pid=os.getpid(),
+        pid=pid,
         ports=bool(policy.ports),
         granted=policy.syscalls,
         gpu=bool(policy.devices),
@@ -336,7 +356,7 @@ def _install_filter(policy: Policy, *, others_are_safe: bool, scoped: bool, laun
     )
     machine = syscalls.this_machine()
     silent = rules.silent(has_files_alone=policy.has_files_alone)
-    seccomp.install(seccomp.program(machine, table, rules.KILLED, rules.ABSENT, silent))
+    return seccomp.program(machine, table, rules.KILLED, rules.ABSENT, silent)
 
 
 def _writing(path: granted.Granted) -> int:

@@ -10,6 +10,9 @@ If the kernel refuses a required layer, the stub ends. It never goes on without.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Callable
+
 from moonpool.ipc.policy import OFF, Policy
 from moonpool.stub.sandbox import identity, limits
 from moonpool.stub.sandbox.outcome import Applied, refusing
@@ -48,3 +51,12 @@ def tighten(policy: Policy) -> None:
         from moonpool.stub.sandbox.contained import tighten
 
         tighten(policy)
+
+
+def tightening(policy: Policy) -> Callable[[], object]:
+    """Return a function that does what `tighten` does, in less time. A template makes it for all of its forks."""
+    if policy.is_contained:
+        from moonpool.stub.sandbox.contained import tightening
+
+        return tightening(policy)
+    return partial(tighten, policy)

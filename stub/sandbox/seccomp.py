@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from itertools import starmap
 
@@ -28,6 +29,7 @@ _LOAD, _AND, _JUMP, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x54, 0x05, 0x15, 0
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 # `struct sock_filter`
 _INSTRUCTION = struct.Struct("=HBBI")
+_OPERAND = 4
 _KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _END: Code = [(_RETURN, 0, 0, _KILL_PROCESS)]
 _LET_THROUGH: Code = [(_RETURN, 0, 0, _ALLOW)]
@@ -79,6 +81,23 @@ def program(
         *_searching(_ranges(judged)),
     ]
     return b"".join(starmap(_INSTRUCTION.pack, instructions))
+
+
+def places_of(filter_program: bytes, operand: int) -> list[int]:
+    """Return the places of the bytes of `operand` wherever the program compares with it."""
+    places = []
+    for number, (code, _, _, value) in enumerate(_INSTRUCTION.iter_unpack(filter_program)):
+        if code == _IF_EQUAL and value == operand:
+            places.append(number * _INSTRUCTION.size + _OPERAND)
+    return places
+
+
+def with_operand(filter_program: bytes, places: Iterable[int], operand: int) -> bytes:
+    """Return the program with another number at these places."""
+    changed = bytearray(filter_program)
+    for place in places:
+        changed[place : place + 4] = operand.to_bytes(4, sys.byteorder)
+    return bytes(changed)
 
 
 def install(filter_program: bytes) -> None:

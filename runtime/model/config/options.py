@@ -7,6 +7,7 @@ take precedence over those of the configurations. `python -m moonpool.runtime.mo
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -688,6 +689,7 @@ OPTIONS = (
 )
 
 
+@functools.cache
 def default_memory_bytes() -> int:
     """Return the memory limit of a contained instance that sets none: half of the machine's memory."""
     return machine_memory_bytes() // 2

@@ -1,0 +1,34 @@
+"""Empties folders whose contents somebody else made."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+
+def empty(folder: str) -> None:
+    """Remove all that is in a folder, whatever the modes and however deep. Follows no link. Raises OSError.
+
+    Nobody else may change it meanwhile.
+    """
+    while True:
+        folders = _emptied(folder)
+        if not folders:
+            return
+        # Deep folders are moved up, so that no path is too long.
+        for each in folders:
+            for below in _emptied(each):
+                os.chmod(below, 0o700)
+                os.rename(below, f"{folder}/{secrets.token_hex(16)}")
+            os.rmdir(each)
+
+
+def _emptied(folder: str) -> list[str]:
+    """Remove the files of a folder, and return its folders."""
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for path, is_folder in found:
+        if not is_folder:
+            os.unlink(path)
+    return [path for path, is_folder in found if is_folder]

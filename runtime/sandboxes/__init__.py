@@ -1,0 +1,1 @@
+"""Runs pieces of source in confined processes: `moonpool.run` and `moonpool.Sandbox`."""

@@ -1,0 +1,384 @@
+"""`moonpool.run` and `moonpool.Sandbox`: a piece of source or a function, in a confined process, with limits.
+
+Theory of operation. Each run has one thread, that of its caller: it takes a worker from the pool, waits for the answer
+and gives the worker back. A `Sandbox` keeps its worker, and `_lock` lets one run at a time use it. `close`, and a task
+that is cancelled, kill the process without the lock, from any thread: the thread that waits sees its end, and has the
+lock until then. A sandbox that nobody has any more leaves its worker in `Pool.forgotten`, because its finalizer must
+take no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any, Unpack
+
+from moonpool.ipc.errors import RemoteProtocolError
+from moonpool.ipc.source import values
+from moonpool.runtime.arguments import OF_REQUEST, OF_RUNTIME
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, SandboxError
+from moonpool.runtime.process.parallel import awaited
+from moonpool.runtime.repository.session_source import function_source
+from moonpool.runtime.sandboxes.pool import the_pool
+from moonpool.runtime.sandboxes.printed import Tell, shown
+from moonpool.runtime.sandboxes.settings import (
+    MOST_FILES,
+    Content,
+    Limits,
+    RunOptions,
+    is_safe_name,
+    read_files,
+    read_options,
+)
+from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_name
+
+# A text, or a function of Python.
+Source = str | Callable[..., Any]
+# Room for what an answer has beside the value and the files.
+_BESIDE_BYTES = 1 << 20
+_LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "timeout_s")
+_ATTACKED = "made a system call that only an attack makes, and was ended"
+
+
+@dataclass(frozen=True, slots=True)
+class RunError:
+    """Tells why a run has no value. `limit` is the option whose limit was the reason, "" if none was."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    limit: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+@dataclass(frozen=True, slots=True)
+class RunUsage:
+    """Counts what a run took: seconds of the clock and of processors, and the most memory, its interpreter included."""
+
+    wall_s: float
+    cpu_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Holds what came of a run. Whatever it says may be a lie of the source; its types are as they are here."""
+
+    value: Any
+    stdout: str
+    stderr: str
+    error: RunError | None
+    # By the path below `out/`.
+    files: dict[str, bytes] = field(repr=False)
+    usage: RunUsage
+    # True if `value` is a text in place of a value that does not travel.
+    is_repr: bool = False
+    # True if the sandbox had a namespace from runs before, and the process with it is gone.
+    state_lost: bool = False
+
+    def unwrap(self) -> Any:
+        """Return the value. Raises `SandboxError` if there was an error."""
+        if self.error is not None:
+            raise SandboxError(self)
+        return self.value
+
+
+def run(
+    source: Source,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    files: Mapping[str, Content] | None = None,
+    on_output: Tell | None = None,
+    **options: Unpack[RunOptions],
+) -> RunResult:
+    """Run source in a process of its own, confined as at the sandbox level `strict`, and return what came of it.
+
+    `source` is a text, whose last expression is the value, or a function at the top level of a file or a notebook,
+    which gets `inputs` as its arguments: its source is copied, with everything that it uses. Of a text, the inputs are
+    variables. Arrays, numbers, texts, bytes, None, and lists and dictionaries of these go in and come out; of any other
+    value comes its `repr` (`is_repr`). Nothing is pickled. Errors of the source, and limits that it met, are in
+    `.error`; nothing is raised for them before `.unwrap()`.
+
+    `files` (bytes, texts or Paths by name) lie in the working directory of the source. What it writes below `out/`
+    comes back in `.files`. `on_output` gets each piece that it prints, and "stdout" or "stderr", on this thread.
+
+    Options: `timeout_s` (30), after which the process is killed; `memory` ("512M"; half of the machine's by default),
+    `tasks` (64 threads), `open_files` (256) and `files_bytes` ("64M", of the folder in memory and of what comes back);
+    `imports`, modules that are imported before the source comes; `environment`, as `EXECUTION_ENV_PATH`, or a list of
+    packages, of which only wheels are installed; `paths`, folders that it may read, or write to (`rw:/data`);
+    `sandbox`, which may be `best-effort`; and `options` of models for the sandbox, such as MOONPOOL_SANDBOX_PORTS.
+
+    Raises ValueError for options, `InvalidRequest` for inputs, `LoadFailed` if no process can be confined or the
+    function cannot be copied.
+    """
+    return _Run(source, inputs, files, on_output, options)()
+
+
+async def arun(
+    source: Source,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    files: Mapping[str, Content] | None = None,
+    on_output: Tell | None = None,
+    **options: Unpack[RunOptions],
+) -> RunResult:
+    """Run source as `run` does, from an event loop. `on_output` is called on another thread.
+
+    Cancelling the task kills the process.
+    """
+    once = _Run(source, inputs, files, on_output, options)
+    return await awaited(once, "moonpool-arun", once.kill)
+
+
+class _Run:
+    """Makes one call of `run`. It may be killed from any thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        inputs: Mapping[str, Any] | None,
+        files: Mapping[str, Content] | None,
+        on_output: Tell | None,
+        options: RunOptions,
+    ) -> None:
+        self._settings, self._limits, self._timeout_s = read_options(options)
+        self._request = _request(source, inputs, read_files(files))
+        self._on_output = _checked(on_output)
+        self._running: Running | None = None
+        self._killed = False
+
+    def kill(self) -> None:
+        """Kill the process, or have it killed once there is one."""
+        self._killed = True
+        running = self._running
+        if running is not None:
+            running.process.kill()
+
+    def __call__(self) -> RunResult:
+        pool = the_pool()
+        worker = pool.take(self._settings)
+        try:
+            self._running = _fresh(worker, self._limits, self._on_output)
+            if self._killed:
+                self.kill()
+            ended = self._running.ask(self._request, _most_bytes(self._limits), time.monotonic() + self._timeout_s)
+            return _result(self._running, ended, self._limits, self._timeout_s)
+        finally:
+            pool.give_back(worker)
+
+
+def _fresh(worker: Worker, limits: Limits, tell: Tell | None) -> Running:
+    """Return a process that has run nothing yet. Starts the worker again if it has died meanwhile. Raises
+    `LoadFailed`.
+    """
+    try:
+        return worker.fresh(limits, tell)
+    except LoadFailed:
+        if worker.is_healthy:
+            raise
+    worker.start()
+    return worker.fresh(limits, tell)
+
+
+class Sandbox:
+    """A confined process in which source runs piece by piece, with one namespace. Use it as a context manager.
+
+        with moonpool.Sandbox(memory="1G", timeout_s=30) as box:
+            box.run("import numpy as np; total = 0")
+            box.run("total += x.sum(); total", {"x": array}).value
+
+    The options are those of `moonpool.run`. Files stay until `close`; those below `out/` come back when they are new or
+    have changed. If the process ends, for a timeout or anything else, the next run begins anew, and its `state_lost` is
+    True. One run at a time; other threads wait.
+    """
+
+    def __init__(self, **options: Unpack[RunOptions]) -> None:
+        self._settings, self._limits, self._timeout_s = read_options(options)
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._running: Running | None = None
+        self._closed = self._loses_state = False
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        source: Source,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        files: Mapping[str, Content] | None = None,
+        on_output: Tell | None = None,
+        timeout_s: float | None = None,
+    ) -> RunResult:
+        """Run source in this sandbox, as `moonpool.run` does."""
+        limit_s = self._timeout_s if timeout_s is None else OF_RUNTIME.seconds("timeout_s", timeout_s)
+        request = _request(source, inputs, read_files(files))
+        _checked(on_output)
+        with self._lock:
+            running = self._process(on_output)
+            lost, self._loses_state = self._loses_state, True
+            ended = running.ask(request, _most_bytes(self._limits), time.monotonic() + limit_s)
+            result = _result(running, ended, self._limits, limit_s, goes_on=True, state_lost=lost)
+            # Otherwise, and if anything is raised before, the next run begins anew.
+            self._loses_state = ended.packet is None
+            return result
+
+    async def arun(
+        self,
+        source: Source,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        files: Mapping[str, Content] | None = None,
+        on_output: Tell | None = None,
+        timeout_s: float | None = None,
+    ) -> RunResult:
+        """Run source as `run` does, from an event loop. Cancelling the task kills the process."""
+        once = partial(self.run, source, inputs, files=files, on_output=on_output, timeout_s=timeout_s)
+        return await awaited(once, "moonpool-arun", self._kill)
+
+    def _process(self, tell: Tell | None) -> Running:
+        """Return the process of this sandbox, a new one if there is none. Under the lock."""
+        if self._closed:
+            raise InvalidRequest("the sandbox was closed")
+        if self._worker is None:
+            self._pool = pool = the_pool()
+            self._worker = pool.take(self._settings, is_extra=True)
+            self._forgotten = weakref.finalize(self, pool.forgotten.append, self._worker)
+            self._forgotten.atexit = False
+        if self._running is None or self._loses_state:
+            self._running = _fresh(self._worker, self._limits, tell)
+        self._running.tell(tell)
+        if self._closed:  # meanwhile
+            self._kill()
+        return self._running
+
+    def _kill(self) -> None:
+        running = self._running
+        if running is not None:
+            running.process.kill()
+
+    def close(self) -> None:
+        """End the process. A run that is going on ends with an error. May be called many times."""
+        self._closed = True
+        self._kill()
+        with self._lock:
+            self._running = None
+            worker, self._worker = self._worker, None
+            if worker is not None and self._forgotten.detach() is not None:
+                self._pool.give_back(worker)
+
+
+def _most_bytes(limits: Limits) -> int:
+    return limits.files_bytes + _BESIDE_BYTES
+
+
+def _checked(on_output: Tell | None) -> Tell | None:
+    if on_output is not None and not callable(on_output):
+        OF_RUNTIME.refuse("on_output", "a function of a text and the name of a stream", on_output)
+    return on_output
+
+
+def _request(source: Source, inputs: Mapping[str, Any] | None, files: dict[str, bytes]) -> values.Written:
+    """Return what a process gets. Raises `InvalidRequest`, `LoadFailed`."""
+    name = ""
+    if isinstance(source, FunctionType):
+        source, name = function_source(source)
+    elif not isinstance(source, str):
+        OF_REQUEST.refuse("source", "a text or a function", source)
+    OF_REQUEST.map("inputs", inputs or {}, "a map of names to values")
+    asked = {"source": source, "name": name, "inputs": inputs or {}, "files": files}
+    try:
+        return values.write(asked)
+    except values.Unsendable as error:
+        raise InvalidRequest(f"inputs cannot be sent: {error}") from None
+
+
+def _result(
+    running: Running, ended: Ended, limits: Limits, timeout_s: float, *, goes_on: bool = False, state_lost: bool = False
+) -> RunResult:
+    """Make the result of a run that has answered, or has not. Kills the process, unless it answered and `goes_on`."""
+    answer: dict[str, Any] = {"value": None, "is_repr": False, "files": {}}
+    error: RunError | None = None
+    lives = goes_on and ended.packet is not None
+    code = None
+    if not lives:
+        code = running.end(waits=ended.why == "died")
+    else:
+        running.stdout.drain()
+        running.stderr.drain()
+    if ended.packet is not None:
+        try:
+            found = running.answer(ended.packet, _most_bytes(limits), copies=lives)
+            error = _check_answer(found)
+            answer = found
+        except RemoteProtocolError as broken:
+            error = RunError("BrokenAnswer", f"the process sent something that is no answer: {broken}")
+    elif ended.why == "timeout":
+        error = RunError("TimedOut", f"it did not end within {timeout_s:g} s and was killed", limit="timeout_s")
+    else:
+        error = _death(code)
+    usage = RunUsage(ended.wall_s, ended.cpu_s, ended.peak_bytes)
+    return RunResult(
+        answer["value"],
+        running.stdout.text(),
+        running.stderr.text(),
+        error,
+        answer["files"],
+        usage,
+        answer["is_repr"],
+        state_lost,
+    )
+
+
+def _death(code: int | None) -> RunError:
+    """Return the error of a process that ended before it answered."""
+    name = "" if code is None else signal_name(code)
+    if code is None or name == "SIGKILL":
+        return RunError("Killed", "the process was killed, as a rule because memory ran out", limit="memory")
+    if name == "SIGSYS":
+        return RunError("Killed", f"the process {_ATTACKED}")
+    if name == "SIGBUS":
+        return RunError(
+            "Killed", "the process was killed by SIGBUS: its shared memory had no room", limit="files_bytes"
+        )
+    if name:
+        return RunError("Killed", f"the process was killed by {name}")
+    return RunError("ProcessEnded", f"the process ended with code {code} before it answered")
+
+
+def _check_answer(answer: object) -> RunError | None:
+    """Check an answer, and return the error in it. Raises `RemoteProtocolError`."""
+    if not isinstance(answer, dict) or answer.keys() != {"value", "is_repr", "error", "files"}:
+        raise RemoteProtocolError("other fields")
+    files, error = answer["files"], answer["error"]
+    if type(answer["is_repr"]) is not bool or not isinstance(files, dict) or len(files) > MOST_FILES:
+        raise RemoteProtocolError("fields of another kind")
+    for name, content in files.items():
+        if not is_safe_name(name) or not isinstance(content, bytes):
+            raise RemoteProtocolError(f"a file of the name {name!r:.100}")
+    if error is None:
+        return None
+    if not isinstance(error, dict) or error.keys() != {"type", "message", "traceback", "limit"}:
+        raise RemoteProtocolError("an error with other fields")
+    if not all(isinstance(text, str) for text in error.values()):
+        raise RemoteProtocolError("an error that is no text")
+    limit = error["limit"] if error["limit"] in _LIMITS else ""
+    kind, message, traceback = (shown(error[name]) for name in ("type", "message", "traceback"))
+    return RunError(kind[:200], message, traceback, limit)

@@ -1,0 +1,344 @@
+"""A confined process that forks others, in which source runs, and the runtime's end of one of these.
+
+Theory of operation. A `Worker` belongs to one thread at a time: the pool hands it out and takes it back. `prepare`
+forks the next process, after the one before has been killed and reaped, and the worker's folders are empty again. That
+may happen long before there is something to run.
+
+The process of a run is hostile from its first packet on. It has one socket to this process, and two pipes. `ask` sends
+one packet, with the file that the arrays lie in and the file for the answer, and waits for one packet, for the end of
+the process, or for the deadline. It reads the pipes meanwhile, so that nobody waits for a reader. The packet is looked
+at only after the process was killed, or, in a sandbox that goes on, after a copy: what was checked cannot change.
+Whatever happens to the caller meanwhile, a signal that raises included, the process is killed when its worker is
+prepared anew.
+
+The file for the answer has its whole size from the beginning, and no memory until it is written to. It is sealed, so
+its end cannot move away from under a reader. A place in it that was never written to reads as zeros, which would cost
+this process memory that the run never had: an answer that claims more than was written is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.codec import pack
+from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
+from moonpool.ipc.source import values
+from moonpool.runtime.errors import LoadFailed
+from moonpool.runtime.isolation.plan import plan_for
+from moonpool.runtime.model.backend import Model
+from moonpool.runtime.model.config.model import minimal
+from moonpool.runtime.model.config.options import hardened
+from moonpool.runtime.model.source import ModelSource
+from moonpool.runtime.process.usage import addresses_of, cpu_s_of, peak_bytes_of
+from moonpool.runtime.repository.environment import resolve
+from moonpool.runtime.repository.loading import model_of
+from moonpool.runtime.sandboxes.printed import Printed, Tell
+from moonpool.runtime.sandboxes.settings import Limits, Settings
+from moonpool.runtime.stubs.handle import Stubs
+from moonpool.runtime.stubs.template import ForkedProcess, ForkRefused, TemplateGone, TemplateStub
+
+_RUN = Path(__file__).resolve().parents[2] / "stub" / "source" / "run.py"
+_START_S = 120.0
+_EXIT_S = 5.0
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# An answer of this size is mapped, and a smaller one copied: a map holds a descriptor as long as somebody has a part.
+_MAPPED_BYTES = 1 << 20
+_BLOCK_BYTES = 512
+
+
+class RunProcess(ForkedProcess):
+    """The process of a run. It starts no others, so nothing of its group is left when it ends."""
+
+    def _end_group(self) -> None:
+        """Do nothing."""
+
+
+class SourceStub(TemplateStub):
+    """The handle of the process that forks runs."""
+
+    process_class = RunProcess
+
+
+@dataclass(slots=True)
+class Ended:
+    """The end of one request to a process: its packet, or why there is none."""
+
+    packet: bytes | None
+    # "": it answered. Else `timeout`, or `died`.
+    why: str
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+
+
+class Running:
+    """A process in which source runs, or may run next."""
+
+    def __init__(self, process: ForkedProcess, channel: Channel, stdout: Printed, stderr: Printed) -> None:
+        """Own all of these."""
+        self.process = process
+        self.stdout, self.stderr = stdout, stderr
+        self._channel = channel
+        self.answer_fd = -1
+        # The processor time that it had taken before it had anything to run.
+        self._cpu_s = 0.0
+
+    def limit(self, limits: Limits) -> None:
+        """Send the limits, before the first request."""
+        given = limits.as_dict()
+        # What the process has already is not the source's.
+        given["memory"] += addresses_of(self.process.pid)
+        self._cpu_s = cpu_s_of(self.process.pid)
+        with contextlib.suppress(PeerGone):  # the next send will tell
+            self._channel.send(pack(given))
+
+    def ask(self, written: values.Written, answer_bytes: int, deadline: float) -> Ended:
+        """Send a request, and wait for the answer until `deadline`, of `time.monotonic`. Raises OSError."""
+        began_s = time.monotonic()
+        memory_fd = -1
+        self.forget_answer()
+        try:
+            if written.needs_memory:
+                memory_fd = os.memfd_create("moonpool_run", os.MFD_CLOEXEC)
+            packet = values.parcel(written, memory_fd)
+            self.answer_fd = os.memfd_create("moonpool_answer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.answer_fd, answer_bytes)
+            fcntl.fcntl(self.answer_fd, fcntl.F_ADD_SEALS, _SEALS)
+            fds = [self.answer_fd] + ([memory_fd] if memory_fd >= 0 else [])
+            try:
+                self._channel.send_fds(packet, *fds)
+            except (PeerGone, BlockingIOError):
+                return self._ended(None, "died", began_s)
+        finally:
+            if memory_fd >= 0:
+                os.close(memory_fd)
+        return self._wait(deadline, began_s)
+
+    def _wait(self, deadline: float, began_s: float) -> Ended:
+        poll = select.poll()
+        channel_fd, pidfd = self._channel.fileno(), self.process.pidfd
+        captures = {each.fd: each for each in (self.stdout, self.stderr)}
+        for fd in (channel_fd, pidfd, *captures):
+            poll.register(fd, select.POLLIN)
+        while True:
+            left_ms = (deadline - time.monotonic()) * 1000
+            ready = poll.poll(max(0.0, left_ms))
+            fds = {fd for fd, _ in ready}
+            if channel_fd in fds or pidfd in fds:
+                with contextlib.suppress(MoonpoolError):
+                    packet = self._channel.receive_ready()
+                    if packet is not None:
+                        return self._ended(packet, "", began_s)
+                # Its channel is closed, or broken, or it has ended.
+                return self._ended(None, "died", began_s)
+            for fd in fds:
+                if not captures[fd].read():
+                    poll.unregister(fd)
+            if left_ms <= 0:
+                return self._ended(None, "timeout", began_s)
+
+    def _ended(self, packet: bytes | None, why: str, began_s: float) -> Ended:
+        wall_s = time.monotonic() - began_s
+        pid = self.process.pid
+        before_s, self._cpu_s = self._cpu_s, cpu_s_of(pid)
+        return Ended(packet, why, wall_s, max(0.0, self._cpu_s - before_s), peak_bytes_of(pid))
+
+    def answer(self, packet: bytes, most_bytes: int, *, copies: bool) -> Any:
+        """Return the answer in a packet. Raises `RemoteProtocolError`. `copies`: the process lives on."""
+
+        def mapped(size_bytes: int) -> values.Buffer:
+            if size_bytes > most_bytes:
+                raise RemoteProtocolError(f"an answer of {size_bytes} bytes, of {most_bytes} at most")
+            written_bytes = os.fstat(self.answer_fd).st_blocks * _BLOCK_BYTES
+            if size_bytes > written_bytes:
+                raise RemoteProtocolError(f"an answer of {size_bytes} bytes, of which {written_bytes} were written")
+            if size_bytes < _MAPPED_BYTES or copies:
+                content = memoryview(bytearray(size_bytes))
+                os.preadv(self.answer_fd, [content], 0)
+                return content
+            return memoryview(mmap.mmap(self.answer_fd, size_bytes, access=mmap.ACCESS_COPY))
+
+        try:
+            return values.unpacked(packet, mapped)
+        except (OSError, ValueError) as error:
+            raise RemoteProtocolError(f"an answer that cannot be read: {error}") from error
+
+    def forget_answer(self) -> None:
+        if self.answer_fd >= 0:
+            os.close(self.answer_fd)
+            self.answer_fd = -1
+
+    def tell(self, tell: Tell | None) -> None:
+        """Have `tell` get what the process prints from now on."""
+        self.stdout.tell = self.stderr.tell = tell
+
+    def end(self, *, waits: bool = True) -> int | None:
+        """Kill the process, and read the rest of its output.
+
+        If it `waits`, the process is reaped, and its exit code returned; None if it stays. Raises `LoadFailed` if it
+        stays otherwise.
+        """
+        self.process.kill()
+        if waits:
+            code = self.process.wait(_EXIT_S)
+        else:
+            poll = select.poll()
+            poll.register(self.process.pidfd, select.POLLIN)
+            if not poll.poll(_EXIT_S * 1000):
+                raise LoadFailed("the process of a run cannot be killed", stage="start")
+            code = None
+        self.stdout.drain()
+        self.stderr.drain()
+        return code
+
+    def close(self) -> None:
+        """Close everything. The process has ended."""
+        self.forget_answer()
+        self._channel.close()
+        self.stdout.close()
+        self.stderr.close()
+        self.process.close()
+
+
+class Worker:
+    """A confined process that forks runs, one after the other. Its owner alone may call methods."""
+
+    def __init__(self, stubs: Stubs, settings: Settings, name: str) -> None:
+        """Start it. Raises `LoadFailed`, `ConfigError`, `BadEnvironment`."""
+        self.settings = settings
+        self.running: Running | None = None
+        # True if the process of the next run waits for it.
+        self.is_prepared = False
+        self._stubs = stubs
+        self._model = _model(settings, name)
+        options = self._model.options
+        self._environment = resolve(options.execution_env_path, _RUN.parent, only_wheels=True)
+        self._stub: SourceStub | None = None
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Start the process again, after it has ended. Raises `LoadFailed`."""
+        self._end()
+        try:
+            plan = plan_for(self._model, self._environment, "", forks=True)
+            self._stub = SourceStub(self._stubs, self._model, self._model.name, plan)
+            start = {"mode": "source", "imports": self.settings.imports, "log": self._stubs.log.levels}
+            self._stub.start(start, time.monotonic() + _START_S)
+            self._stub.check_threads()
+            _check_filter(self._stub)
+        except ForkRefused as error:
+            raise LoadFailed(f"no source can run: the process for it cannot be forked, since {error}") from error
+        except OSError as error:
+            raise LoadFailed(f"nothing could be prepared for a run: {error}", stage="start") from error
+
+    @property
+    def is_healthy(self) -> bool:
+        """True while its process runs."""
+        return self._stub is not None and self._stub.process.is_there()
+
+    def fresh(self, limits: Limits, tell: Tell | None) -> Running:
+        """Return a process that has run nothing yet, with these limits. Raises `LoadFailed`."""
+        if self.running is None or not self.is_prepared or not self.running.process.is_there():
+            self.prepare()
+        running = self.running
+        if running is None:
+            raise LoadFailed("the process for runs has ended", stage="start")
+        self.is_prepared = False
+        running.limit(limits)
+        running.tell(tell)
+        return running
+
+    def prepare(self) -> None:
+        """End the run that there was, and fork the process for the next one. Raises `LoadFailed`."""
+        self.finish()
+        stub = self._stub
+        if stub is None:
+            raise LoadFailed("the process for runs has ended", stage="start")
+        with contextlib.ExitStack() as mine, contextlib.ExitStack() as theirs:
+            channel, end = Channel.pair()
+            mine.callback(channel.close)
+            theirs.callback(end.close)
+            captures, fds = [], [end.fileno()]
+            for name in ("stdout", "stderr"):
+                read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+                theirs.callback(os.close, write_fd)
+                captures.append(Printed(name, read_fd))
+                mine.callback(captures[-1].close)
+                fds.append(write_fd)
+            try:
+                process = stub.fork(self._model.name, *fds)
+            except (TemplateGone, ForkRefused) as error:
+                raise LoadFailed(f"no process could be forked for a run: {error}", stage="start") from error
+            mine.pop_all()
+        self.running = Running(process, channel, *captures)
+        self.is_prepared = True
+
+    def finish(self) -> None:
+        """End the run that there is, if there is one. Raises `LoadFailed` if it stays."""
+        running, self.running = self.running, None
+        self.is_prepared = False
+        if running is None:
+            return
+        try:
+            code = running.end()
+        finally:
+            running.close()
+        if code is None:
+            self._end()
+            raise LoadFailed("the process of a run cannot be killed", stage="start")
+
+    def close(self) -> None:
+        """End the process, and what it forked. May be called many times."""
+        try:
+            self._end()
+        finally:
+            self._environment.release()
+
+    def _end(self) -> None:
+        stub, self._stub = self._stub, None
+        running, self.running = self.running, None
+        self.is_prepared = False
+        try:
+            if stub is not None:
+                stub.end()
+        finally:
+            if running is not None:
+                running.close()
+
+
+def _model(settings: Settings, name: str) -> Model:
+    """Return the model as which a worker is known to what starts and confines processes."""
+    where = ModelSource("source", _RUN, None, _RUN.parent, _RUN.parent)
+    parameters = {key: {"string_value": value} for key, value in settings.options}
+    parameters["MOONPOOL_SANDBOX"] = {"string_value": settings.sandbox}
+    model = model_of(name, where, minimal(name), None, 1, {"parameters": parameters})
+    model.options = hardened(model.options)
+    return model
+
+
+def _check_filter(stub: SourceStub) -> None:
+    """Raise `LoadFailed` without the filter, which alone keeps a run from starting processes that outlive it."""
+    if stub.confinement is None or "seccomp" not in stub.confinement.layers:
+        raise LoadFailed("no source can run here: the kernel has no filter for system calls", stage="sandbox")
+
+
+def signal_name(code: int) -> str:
+    """Return the name of the signal that ended a process with this exit code; "" for none."""
+    try:
+        return signal.Signals(-code).name if code < 0 else ""
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,120 @@
+"""Forks the processes in which source runs. The template itself never sees any of it.
+
+    runtime                                    template                     run
+    START (mode "source")           ──▶   import numpy and this
+                                    ◀──   LOADED
+    FORK: a channel, two pipes      ──▶   fork                     ──▶   leave the template, put on the second filter
+    a byte with the pid             ◀──────────────────────────────────
+    source, inputs, files           ──────────────────────────────────▶   execute
+    value, error, files             ◀──────────────────────────────────
+    SIGKILL                         ──────────────────────────────────▶
+    REAP                            ──▶   reap, empty the folders
+                                    ◀──   EXITED
+
+Theory of operation. A run must find nothing of the one before it. So runs of one template never exist at the same time,
+and what a run sends or gets goes past the template, over descriptors of its own: the template's memory, of which each
+run is a copy, has nothing of any run. A run has no descriptor of the template, of which a flag or an offset would be
+shared. It starts no process and signals none but itself (`layers.tightening`), so when it has been killed and reaped,
+nothing of it is left but files, which the template removes before it answers.
+
+A template that cannot remove them ends, and everything else ends with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from moonpool.ipc.channel import Channel
+from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.messages import Kind
+from moonpool.ipc.source.folders import empty
+from moonpool.stub import output, trackers
+from moonpool.stub.handshake import Handshake
+from moonpool.stub.pb_utils import logger
+from moonpool.stub.sandbox import layers
+from moonpool.stub.sandbox.identity import die_with
+from moonpool.stub.sandbox.mounts import LAYER, SHARED_MEMORY
+from moonpool.stub.source import run
+from moonpool.stub.template import Template, reseed
+
+# The descriptors of a run, beside those of its input and output.
+_CHANNEL_FD, _HANDSHAKE_FD, _FREE_FD = 3, 4, 5
+# Higher than all of these.
+_APART_FD = 16
+
+
+class SourceTemplate(Template):
+    """Runs the template. Everything happens on the only thread of the process."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        super().__init__(handshake)
+        policy = handshake.policy
+        # A run starts no processes, and shares its folder with those that come after it.
+        self._policy = policy.changed(forks=False, shares_scratch=True, syscalls=[])
+        self._tighten = layers.tightening(self._policy)
+        layers_on = handshake.start.get("layers", ())
+        self._folders = [policy.scratch] if policy.scratch else []
+        if LAYER in layers_on:
+            self._folders.append(os.path.realpath(SHARED_MEMORY))
+
+    def serve(self) -> NoReturn:
+        """Fork until FINALIZE, which ends the process."""
+        output.prepare()
+        run.prepare()
+        logger.set_levels(*self._handshake.start["log"])
+        logger.set_sink(self._log)
+        trackers.settle(self._policy, self._handshake.start.get("layers", ()))
+        self._import(self._handshake.start["imports"])
+        try:
+            self._quieten()
+            self._handshake.conversation.send(Kind.LOADED, self._facts())
+            while True:
+                self._next()
+        except PeerGone:
+            os._exit(1)
+
+    def _import(self, names: list[str]) -> None:
+        name = ""
+        try:
+            for name in names:
+                __import__(name)
+        except Exception as error:  # a module may raise anything
+            self._handshake.fail("imports", f"{name} cannot be imported: {error!r:.1000}")
+
+    def _become(self, name: str, fds: list[int], parent_pid: int) -> NoReturn:  # noqa: ARG002
+        """Become a process of its own, in a fork, and run what comes."""
+        channel_fd, output_fd, error_fd, handshake_fd = fds
+        os.setsid()
+        die_with(parent_pid)
+        mine = self._handshake
+        for channel in (mine.conversation.channel, mine.control, mine.calls):
+            channel.close()
+        logger.set_sink(None)
+        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _APART_FD) for fd in (channel_fd, handshake_fd)]
+        os.dup2(output_fd, 1)
+        os.dup2(error_fd, 2)
+        os.dup2(apart[0], _CHANNEL_FD, inheritable=False)
+        os.dup2(apart[1], _HANDSHAKE_FD, inheritable=False)
+        os.closerange(_FREE_FD, os.sysconf("SC_OPEN_MAX"))
+        reseed()
+        self._tighten()
+        mine_alone = run.SourceRun(Channel.of_descriptor(_CHANNEL_FD))
+        with socket.socket(fileno=_HANDSHAKE_FD) as handshake:
+            handshake.send(b"\0")
+        mine_alone.serve()
+
+    def _send_end(self, pid: int) -> None:
+        """Reap a run, remove what it left in the folders, and say that it has ended."""
+        if pid in self._forks:
+            self._wait_for(pid, 0)
+        try:
+            for folder in self._folders:
+                empty(folder)
+        except OSError as error:
+            sys.stderr.write(f"the folders of a run cannot be emptied: {error}\n")
+            os._exit(1)
+        super()._send_end(pid)

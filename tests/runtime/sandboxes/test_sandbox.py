@@ -1,0 +1,118 @@
+"""`moonpool.Sandbox`: one namespace from run to run, until its process is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import moonpool
+
+
+def twice(x: float) -> float:
+    return 2 * x
+
+
+@pytest.mark.promise("Source", "A `Sandbox` keeps its namespace from run to run, and says when it is lost.")
+def test_the_namespace_stays_until_the_process_ends() -> None:
+    with moonpool.Sandbox(timeout_s=30) as box:
+        assert not box.run("import numpy as np; total = 0").state_lost
+        assert box.run("total += x.sum(); total", {"x": np.arange(4)}).unwrap() == 6
+        assert str(box.run("total += 1\nraise ValueError('no')").error) == "ValueError: no"
+        assert box.run("total").unwrap() == 7
+        assert box.run(twice, {"x": 4}).unwrap() == 8
+        assert box.run("total, twice(1)").unwrap() == [7, 2]
+
+        late = box.run("while True: pass", timeout_s=0.5)
+        assert late.error is not None
+        assert late.error.limit == "timeout_s"
+        assert not late.state_lost
+        after = box.run("'total' in dir()")
+        assert (after.value, after.state_lost) == (False, True)
+        assert not box.run("1").state_lost
+        assert box.run("import os; os._exit(1)").error is not None
+        assert box.run("1").state_lost
+    with pytest.raises(moonpool.InvalidRequest, match="was closed"):
+        box.run("1")
+
+
+def test_files_stay_and_come_back_when_they_change() -> None:
+    with moonpool.Sandbox() as box:
+        assert box.run("open('out/a', 'w').write('1'); open('b', 'w').write('2')").files == {"a": b"1"}
+        assert box.run("open('b').read()", files={"c": "3"}).files == {}
+        assert box.run("open('out/a', 'a').write(open('c').read())").files == {"a": b"13"}
+    with moonpool.Sandbox() as box:
+        assert box.run("import os; os.listdir('.')").unwrap() == ["out"]
+
+
+def test_arrays_of_a_sandbox_are_the_callers_alone() -> None:
+    with moonpool.Sandbox() as box:
+        box.run("import numpy as np; kept = np.ones(1 << 20)")
+        first = box.run("kept").unwrap()
+        assert box.run("kept += 1; kept[0]").unwrap() == 2
+        assert first.sum() == 1 << 20
+        first += 1
+        given = np.zeros(1 << 20)
+        box.run("kept = x; kept += 1", {"x": given})
+        given += 5
+        assert box.run("kept.max()").unwrap() == 1
+
+
+def test_output_of_each_run_is_its_own() -> None:
+    with moonpool.Sandbox() as box:
+        assert box.run("print(1)").stdout == "1\n"
+        pieces: list[str] = []
+        assert box.run("print(2)", on_output=lambda text, _: pieces.append(text)).stdout == "2\n"
+        assert pieces == ["2\n"]
+        assert "line 2" in str(box.run("x = 1\nx / 0").error.traceback)  # type: ignore[union-attr]
+
+
+def test_a_run_ends_when_its_sandbox_is_closed() -> None:
+    box = moonpool.Sandbox(timeout_s=100)
+    begun = threading.Event()
+    results: list[moonpool.RunResult] = []
+    source = "print(1)\nwhile True: pass"
+    thread = threading.Thread(target=lambda: results.append(box.run(source, on_output=lambda *_: begun.set())))
+    thread.start()
+    assert begun.wait(60)
+    box.close()
+    thread.join()
+
+    assert results[0].error is not None
+    assert results[0].error.type == "Killed"
+
+
+def test_an_event_loop_may_use_one() -> None:
+    asyncio.run(uses_one())
+
+
+async def uses_one() -> None:
+    async with moonpool.Sandbox() as box:
+        assert (await box.arun("x = 1; x")).value == 1
+        task = asyncio.create_task(box.arun("while True: pass", timeout_s=100))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await box.arun("2")).value == 2
+
+
+def test_sandboxes_are_apart() -> None:
+    with moonpool.Sandbox() as one, moonpool.Sandbox() as two:
+        pids = [box.run("import os; mark = 1; open('x', 'w').write('x'); os.getppid()").unwrap() for box in (one, two)]
+        assert len(pids) == 2
+        assert two.run("del mark; import os; os.remove('x'); 1").unwrap() == 1
+        assert one.run("mark, open('x').read()").unwrap() == [1, "x"]
+
+
+def test_one_that_nobody_closed_is_taken_back() -> None:
+    box = moonpool.Sandbox()
+    box.run("1")
+    del box
+    gc.collect()
+    assert moonpool.run("1").unwrap() == 1
+    assert os.getpid()
