@@ -15,6 +15,8 @@ LEVELS = (OFF, STANDARD, BEST_EFFORT, STRICT)
 # If the ids of a folder cannot be mapped, instances share it by running as the user that owns it, which is one of
 # these. No instance gets one of them for itself.
 FIRST_SHARED_USER, LAST_SHARED_USER = 61100, 61183
+# If the machine runs out of memory, the kernel should end a stub before its runtime.
+OOM_SCORE = 500
 # System calls that start processes, and that can be granted.
 _STARTING = frozenset(["fork", "vfork", "clone", "clone3"])
 

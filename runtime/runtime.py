@@ -28,6 +28,7 @@ from moonpool.runtime.hosting.backends import BackendDirectory
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.python_backend import PythonBackend
 from moonpool.runtime.hosting.registry import ModelRegistry
+from moonpool.runtime.isolation.spares import count_of
 from moonpool.runtime.log import RuntimeLog, flush
 from moonpool.runtime.model.backend import Backend
 from moonpool.runtime.model.config.limits import ConfigLimits
@@ -108,6 +109,7 @@ class Runtime:
         response_cache_bytes: int | None = None,
         rate_limit: Iterable[str] | None = None,
         resident: Resident | None = None,
+        spares: int | None = None,
     ) -> None:
         """Load all models of `repository`, which may be several, or those named in `models`.
 
@@ -118,7 +120,9 @@ class Runtime:
         models with `response_cache { enable: true }` are kept for equal requests, in `response_cache_bytes` together.
         With `rate_limit`, such as `["NAME:COUNT"]` or `[]`, instances execute only while the resources of their
         `rate_limiter` are free. With `resident`, such as `Resident(models=20)`, a model has processes only from its
-        first request on, and sleeps when others need the room (docs/RESIDENCY.md).
+        first request on, and sleeps when others need the room (docs/RESIDENCY.md). `spares` processes are kept ready
+        for the next models at `best-effort` or `strict` (docs/SANDBOX.md#spares): 1, unless the variable
+        MOONPOOL_SPARES has another number.
 
         `sandbox` is the least level of all models: `off`, `standard`, `best-effort` or `strict`. A model may ask for
         more, never for less. From `best-effort` on, a model's configuration gives it nothing beyond its level except
@@ -133,13 +137,14 @@ class Runtime:
         """
         _prepare_program()
         found = ModelRepositories(() if repository is None else _paths(repository))
-        cache, limiter = cache_of(response_cache_bytes), _limiter(rate_limit)
+        cache, limiter, spare_count = cache_of(response_cache_bytes), _limiter(rate_limit), count_of(spares)
         rules = _rules(sandbox, sandbox_grants, model_options or {}, config_limits)
         others = _others(drain_timeout_s, verbose, listener, metrics, resident)
         models = None if models is None else OF_RUNTIME.texts("models", models, "a list of names")
         self._models = ModelRegistry(found, _checked(backends), BackendDirectory(backend_directory), *others)
         self._models.rules = replace(rules, limits_rate=limiter is not None)
         self._models.cache, self._models.limiter = cache, limiter
+        self._models.stubs.spares.count = spare_count
         _close_at_the_end(self._models)
         PRINTER.follow_cells(_read_output)
         self._forgotten = weakref.finalize(self, self._models.close_soon)

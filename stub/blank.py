@@ -13,7 +13,7 @@ and the end of the template does not touch it. `os.fork` cannot do that. `_fork_
 with the functions that `os.fork` calls before and after. It lacks what the C library does in its `fork`, of which three
 things matter. The library keeps the number of the thread, so the kernel writes the new one to the same place. The
 kernel forgets where a process lists the robust locks that it holds, which others get when it dies, so a fork says it
-again. And libraries may have asked to be called at a fork, as OpenBLAS does, to end its threads: `_quieten` forks once
+again. And libraries may have asked to be called at a fork, as OpenBLAS does, to end its threads: `quieten` forks once
 in the ordinary way, after which they have none. A template that still has another thread, or does not know these places
 (`_Places`), says so, and is not used.
 
@@ -38,11 +38,16 @@ import numpy as np
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import compile_checks
 from moonpool.ipc.errors import PeerGone
+from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.ipc.messages import Side
 from moonpool.stub import loop as loop  # imported here, so that forks need not
 from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.kernel import NUMBERS
 from moonpool.stub.template import reseed
+
+# Loaded here, so that forks need not.
+if is_wanted():
+    load_if_there("moonpool.stub.peers._stub_calls")
 
 _TITLE = b"triton_python_backend_stub"
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x00200000, 0x01000000
@@ -67,7 +72,7 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
     channel = Channel.of_descriptor(channel_fd)
     folder = os.getcwd()
     try:
-        _quieten()
+        quieten()
         places = _Places()
         channel.send_waiting(json.dumps(["", np.__file__]).encode())
         while True:
@@ -89,7 +94,7 @@ def fork_for(channel_fd: int, parent_pid: int) -> tuple[str, list[int]]:
     os._exit(0)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Get rid of threads before the first fork. Raises `CannotFork`.
 
     Freezes all objects: forks share the pages, and a collection of garbage in each would write to all of them.
@@ -175,7 +180,7 @@ def _become(
             # The interpreter keeps the kernel's number of the thread as it was in the template.
             threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
         with contextlib.suppress(OSError, ValueError, IndexError):
-            _rename(name)
+            rename(name)
         return name, fds
     except BaseException:  # the fork must not go on as the template
         try:
@@ -184,7 +189,7 @@ def _become(
             os._exit(1)
 
 
-def _rename(name: str) -> None:
+def rename(name: str) -> None:
     """Write the command line of a stub with this name over the one of the template, in the same memory."""
     with open("/proc/self/stat", "rb") as file:
         begin, end = map(int, file.read().rpartition(b")")[2].split()[_ARGUMENTS])

@@ -6,7 +6,8 @@ That interpreter may have neither moonpool nor msgpack, and may be older than th
 the standard library, moonpool's own files beside it, and the runtime's msgpack (in pure Python if its compiled form
 does not fit this interpreter). One more argument says that `confine.py` ran before and put the sandbox on.
 `triton_python_backend_stub` is an argument because people and scripts look for stubs by that name. A blank template
-(`blank.py`) has another title, and only the second descriptor. Its forks go on here as stubs.
+(`blank.py`) has another title, and only the second descriptor. Its forks go on here as stubs. So does a spare
+(`spare.py`), once the runtime has a model for it.
 
 The interpreter is not isolated: a model sees PYTHONPATH and the user's own packages, as in Triton.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-_TEMPLATE_TITLE = "moonpool_blank_template"
+_TEMPLATE_TITLE, _SPARE_TITLE = "moonpool_blank_template", "moonpool_spare"
 
 
 def leave_folder(folder: str) -> None:
@@ -76,27 +77,38 @@ def main() -> None:
     leave_folder(here)
     make_importable("moonpool", os.path.dirname(here))
     from moonpool.ipc import signals
-    from moonpool.stub.sandbox.identity import die_with
+    from moonpool.stub.sandbox import identity
 
-    die_with(int(parent_pid))
-    if title == _TEMPLATE_TITLE:
+    identity.die_with(int(parent_pid))
+    if title == _SPARE_TITLE:
+        # In this order: the score belongs to others afterwards.
+        identity.score_for_ending(identity.FIRST_TO_END)
+        identity.forbid_looking_inside()
+    if title in (_TEMPLATE_TITLE, _SPARE_TITLE):
         import gc
 
-        # Until it forks. What it imports stays, and nothing of it is garbage.
+        # Until it waits. What it imports stays, and nothing of it is garbage.
         gc.disable()
     signals.use_defaults()
     load_msgpack(msgpack_folder)
     from moonpool.stub import report
     from moonpool.stub.handshake import shake_hands
+    from moonpool.stub.sandbox import layers
 
     forget_msgpack(msgpack_folder)
     fds = [int(work_fd), int(control_fd), int(calls_fd)]
+    apply = layers.apply
     if title == _TEMPLATE_TITLE:
         from moonpool.stub.blank import fork_for
 
         name, fds = fork_for(fds[1], int(parent_pid))
-    handshake = shake_hands(name, *fds, is_confined=bool(confined))
-    # Nothing foreign may be imported before the sandbox is on, and numpy is foreign.
+    elif title == _SPARE_TITLE:
+        from moonpool.stub import spare
+
+        name, fds = spare.wait_for_model(fds[1])
+        apply = spare.confine
+    handshake = shake_hands(name, *fds, is_confined=bool(confined), apply=apply)
+    # Nothing of a model may be imported before the sandbox is on. Only in a spare, numpy is not the model's.
     why = _what_is_wrong_with_numpy()
     if why:
         handshake.fail("environment", why)

@@ -13,9 +13,11 @@ from typing import Any
 # process with threads into other namespaces. CI's part `strict` and the tests of templates turn these threads on, so
 # that they are tested too.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# A process that waits for the next model would count as left behind by the test that loaded the last one.
+os.environ.setdefault("MOONPOOL_SPARES", "0")
 
 import pytest
-from tests import sandbox_level, settings_of_hypothesis, workers
+from tests import on_spares, sandbox_level, settings_of_hypothesis, workers
 from tests.chaos import seed
 from tests.gpu import cards
 from tests.leaks import GRACE_S, _leaves_nothing_behind
@@ -75,6 +77,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         # A machine with a card may lack the plug-in, and has no network to install it from.
         parser.addini("timeout", "of pytest-timeout, which is not here: nothing ends a test that hangs")
     sandbox_level.pytest_addoption(parser)
+    on_spares.pytest_addoption(parser)
     recording.pytest_addoption(parser)
     seed.add_options(parser)
 
@@ -83,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not here")
     sandbox_level.pytest_configure(config)
+    on_spares.pytest_configure(config)
     recording.pytest_configure(config)
     seed.draw(config)
     settings_of_hypothesis.load(config)

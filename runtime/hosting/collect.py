@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.hosting.hosted_model import HostedModel
@@ -19,6 +19,7 @@ from moonpool.runtime.observe.metric_families import (
     DURATIONS,
     FIRST_RESPONSE,
     INSTANCE_FAMILIES,
+    START_FAMILIES,
     SUMMARIES,
     Counters,
     labels_of,
@@ -92,6 +93,20 @@ def cache_families(cache: ResponseCache | None) -> list[ExposedFamily]:
     return [
         ExposedFamily(name, text, kind, [Sample("", (), value)])
         for (name, (kind, text)), value in zip(CACHE_FAMILIES.items(), values, strict=True)
+    ]
+
+
+def start_families(starts: Mapping[str, int], spares: Sequence[int]) -> list[ExposedFamily]:
+    """Return the families of the processes that were started, by the way, and of those that wait. Reads /proc."""
+    used = [usage for pid in spares if (usage := usage_of(pid)) is not None]
+    samples = (
+        [Sample("", (("way", way),), count) for way, count in starts.items()],
+        [Sample("", (), len(used))],
+        [Sample("", (), sum(usage.rss_bytes for usage in used))],
+    )
+    return [
+        ExposedFamily(name, text, kind, found)
+        for (name, (kind, text)), found in zip(START_FAMILIES.items(), samples, strict=True)
     ]
 
 

@@ -99,6 +99,10 @@ class PythonBackend(Backend):
 
     def model_initialize(self, model: Model) -> None:
         """Find the interpreter, and let the model complete its configuration in another process."""
+        with self._stubs.spares.while_loading():
+            self._initialize(model)
+
+    def _initialize(self, model: Model) -> None:
         model.options = hardened(model.options)
         if is_contained(model.options.sandbox):
             model.source = model.source.without_links()
@@ -194,7 +198,8 @@ class PythonBackend(Backend):
     def model_instance_initialize(self, instance: ModelInstance) -> None:
         """Start the stub and wait until its model is initialized."""
         model = instance.model
-        stub = self.start_stub(instance, StubHandle)
+        with self._stubs.spares.while_loading():
+            stub = self.start_stub(instance, StubHandle)
         stub.link.serve(model.config, self.memory_of(model))
         stub.link.is_on_gpu = instance.kind == "GPU"
         stub.serve(instance.respond)
@@ -332,6 +337,7 @@ class PythonBackend(Backend):
                 name, deadline, lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork)
             )
             if forked is not None:
+                self._stubs.count_start("fork")
                 return forked
         plan = self._plan(model, name, gpus, cpus)
         return make(self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline))
@@ -339,11 +345,25 @@ class PythonBackend(Backend):
     def _start_process(
         self, model: Model, plan: IsolationPlan, deadline: float | None, name: str, *fds: int
     ) -> ChildProcess:
-        """Fork a process from a blank template if one is allowed and possible, else start it. Raises OSError."""
-        process = None
-        if model.options.prefork == "blank" and plan.may_be_forked:
-            process = self._stubs.blank_templates.fork(plan.python, plan.environment, plan.folder, name, fds, deadline)
-        return process or plan.spawn(name, *fds)
+        """Fork a process from a blank template, let a spare become it, or start it, whichever is possible first. Raises
+        OSError.
+        """
+        stubs = self._stubs
+        process, way = None, "exec"
+        if model.options.prefork == "blank":
+            if plan.may_be_forked:
+                way = "fork"
+                process = stubs.blank_templates.fork(plan.python, plan.environment, plan.folder, name, fds, deadline)
+            elif plan.may_be_spare:
+                way = "spare"
+                memory = plan.policy.limits.get("memory_bytes")
+                process = stubs.spares.take(
+                    plan.python, plan.environment, name, fds, memory_bytes=memory, deadline=deadline
+                )
+        if process is None:
+            process, way = plan.spawn(name, *fds), "exec"
+        stubs.count_start(way)
+        return process
 
     def _plan(
         self, model: Model, name: str, gpus: tuple[int, ...], cpus: tuple[int, ...], *, forks: bool = False

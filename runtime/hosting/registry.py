@@ -50,7 +50,7 @@ from functools import partial
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import LoadFailed, ModelNotFound, ModelUnavailable, NotGranted, OutOfThreads, RuntimeClosed
 from moonpool.runtime.hosting.backends import BackendDirectory, Backends
-from moonpool.runtime.hosting.collect import cache_families, instance_families, model_families
+from moonpool.runtime.hosting.collect import cache_families, instance_families, model_families, start_families
 from moonpool.runtime.hosting.ensembles import CheckName, EnsembleBook, HostedEnsemble
 from moonpool.runtime.hosting.hosted_model import HostedModel
 from moonpool.runtime.hosting.model_control import ModelControl
@@ -628,6 +628,7 @@ class ModelRegistry:
             *model_families(served, self.metrics_options),
             *instance_families(served),
             *cache_families(self.cache),
+            *start_families(self.stubs.starts, self.stubs.spares.waiting),
             *own,
         ]
 
@@ -715,6 +716,7 @@ class ModelRegistry:
             stack.callback(self.deliveries.close)
             stack.callback(self._executor.shutdown)
             stack.callback(self.stubs.blank_templates.close)
+            stack.callback(self.stubs.spares.close)
             stack.callback(self.repositories.close)
             stack.callback(self.backends.finalize_all)
             stack.callback(self.residency.join)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from moonpool.ipc.policy import MEMORY, OFF, Policy, limit_named
+from moonpool.ipc.policy import MEMORY, OFF, OOM_SCORE, Policy, limit_named
 from moonpool.runtime.errors import LoadFailed
 from moonpool.runtime.isolation.cgroups import GROUPS, Group
 from moonpool.runtime.isolation.watcher import Watched, Watcher
@@ -18,8 +18,6 @@ from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.diagnose import death_in_words, fatal_call, oom_kills
 
 _log = RuntimeLog("moonpool")
-# If the machine runs out of memory, the kernel should end a stub before its runtime.
-_OOM_SCORE = 500
 # A larger limit is seldom the reason why a process crashes or hangs without a message.
 _SMALL_BYTES = 2 << 30
 # These signals end a process whose library does not check if it got memory, or aborts if it got none.
@@ -76,7 +74,7 @@ class Bounds:
         if self.policy.level == OFF:
             return
         try:
-            Path(f"/proc/{process.pid}/oom_score_adj").write_text(str(_OOM_SCORE), encoding="ascii")
+            Path(f"/proc/{process.pid}/oom_score_adj").write_text(str(OOM_SCORE), encoding="ascii")
         except OSError as error:
             _log.debug("[%s] cannot set oom_score_adj: %s", self._name, error)
 

@@ -90,6 +90,18 @@ class IsolationPlan:
         return not (policy.is_contained or policy.cpus or set(MEMORY) & set(policy.limits))
 
     @property
+    def may_be_spare(self) -> bool:
+        """True if the process may be one that waited for a model, with numpy imported and the sandbox still to be put
+        on.
+
+        Not with another interpreter, whose own files may be hostile, and not in a tree of processes, of which it has to
+        be the first. Libraries look at the processors when they are imported, and GPUs have not been tried.
+        """
+        policy = self.policy
+        is_alone = not (policy.cpus or policy.may_start_processes or self.gpus)
+        return policy.is_contained and not self.is_foreign and is_alone
+
+    @property
     def shares_user(self) -> bool:
         """True if other instances may run as the same user."""
         return self.policy.user is not None and self.policy.user >= FIRST_SHARED_USER

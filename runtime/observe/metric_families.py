@@ -173,6 +173,15 @@ CACHE_FAMILIES = {
     "moonpool_response_cache_entries": ("gauge", "Kept responses"),
     "moonpool_response_cache_evictions_total": ("counter", "Responses that went because others needed their room"),
 }
+# Those of the processes in which models are started.
+START_FAMILIES = {
+    "moonpool_starts_total": (
+        "counter",
+        "Processes of models that came about: a spare became one, a template forked one, or one was started",
+    ),
+    "moonpool_spares": ("gauge", "Processes that wait for a model in a sandbox"),
+    "moonpool_spares_resident_memory_bytes": ("gauge", "Resident memory of the processes that wait"),
+}
 # The kind of families that models cannot share.
 _NO_KIND = -1
 # Metrics of the server and of its process. The modules that show them may not be imported here.
@@ -192,7 +201,9 @@ _SERVERS = (
 )
 # All families here, with the kind that a custom family needs to share the name, as in Triton.
 KINDS = {
-    **dict.fromkeys((*INSTANCE_FAMILIES, *CACHE_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND),
+    **dict.fromkeys(
+        (*INSTANCE_FAMILIES, *CACHE_FAMILIES, *START_FAMILIES, *MACHINE_NAMES, *GPU_NAMES, *_SERVERS), _NO_KIND
+    ),
     **_OF_TRITON,
 }
 # Names of a contained model's metrics cannot begin so, as a later version of the server may have metrics of such names.

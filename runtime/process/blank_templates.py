@@ -7,7 +7,7 @@ next start the time of another template.
 
 Which template. A fork inherits everything that the template inherited from this process when it began. So a template is
 good for a start only if a process that is started now would inherit the same: the same interpreter, variables and
-folder, and the same user, limits, processors and cgroup (`_inherited`). All of these are its key. A template has
+folder, and the same user, limits, processors and cgroup (`inherited_state`). All of these are its key. A template has
 imported numpy from a file, which must still be the same one, in a folder to which nothing was installed since: the
 interpreter reads `.pth` files there when it starts.
 
@@ -115,7 +115,7 @@ class BlankTemplates:
         Returns None if it has to be started in the ordinary way. Blocks until `deadline` of `time.monotonic` at most,
         while the template starts.
         """
-        inherited = where_processes_start(_inherited)
+        inherited = where_processes_start(inherited_state)
         lasting = tuple(sorted(item for item in environment.items() if item[0] not in PASSING))
         key = (python, folder, lasting, inherited)
         with self._pool.lock:
@@ -303,7 +303,7 @@ class _Template:
             os.close(read_fd)
 
     def _now(self) -> tuple[object, ...]:
-        return _stamp(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
+        return stamp_of(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
 
     @staticmethod
     def _ask(channel: socket.socket, order: str, fds: Sequence[int]) -> int | None:
@@ -392,7 +392,7 @@ class _Fork(SpawnedProcess):
             self._ended()
 
 
-def _inherited() -> tuple[bytes, ...]:
+def inherited_state() -> tuple[bytes, ...]:
     """Return what a new process inherits from this thread beside its variables and its folder."""
     lines = _read("/proc/thread-self/status").splitlines()
     fields = _read("/proc/thread-self/stat").rpartition(b")")[2].split()
@@ -413,7 +413,7 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def _stamp(*paths: str) -> tuple[object, ...]:
+def stamp_of(*paths: str) -> tuple[object, ...]:
     """Return what changes when one of these files is replaced, or something is installed into one of these folders."""
     stamps: list[object] = []
     for path in paths:

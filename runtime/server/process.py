@@ -397,6 +397,7 @@ def _make_runtime(
         sandbox_grants=options.sandbox_grants,
         model_options=by_pattern(options.model_option),
         response_cache_bytes=cache_bytes(options),
+        spares=options.spares,
         rate_limit=options.rate_limit_resource if options.rate_limit else None,
         resident=_resident(options),
     )

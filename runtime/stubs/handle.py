@@ -49,6 +49,7 @@ from moonpool.runtime.isolation.bounds import Bounds
 from moonpool.runtime.isolation.hints import withheld
 from moonpool.runtime.isolation.inspection import confirmed
 from moonpool.runtime.isolation.plan import IsolationPlan
+from moonpool.runtime.isolation.spares import Spares
 from moonpool.runtime.isolation.watcher import Watcher
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.backend import Model, ModelAccounts
@@ -84,6 +85,8 @@ Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 
 
 _log = RuntimeLog("moonpool")
+# The ways in which the process of a stub comes about: a spare becomes it, a template forks it, or it is started.
+WAYS = ("spare", "fork", "exec")
 # Seconds from SIGTERM, at which a stub writes the stacks of its threads to the log, to SIGKILL.
 GRACE_S = 0.25
 # Seconds that a process may take to end after it has closed its channel.
@@ -708,6 +711,9 @@ class Stubs:
         self.log = log
         self.watcher = Watcher()
         self.blank_templates = BlankTemplates(reactor)
+        self.spares = Spares(reactor)
+        # Processes that were started, by the way.
+        self.starts = dict.fromkeys(WAYS, 0)
         self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
         # The memory of contained models, as long as a process of theirs has some.
@@ -733,6 +739,11 @@ class Stubs:
         with self._memory_lock:
             shared = {side: self._memory.setdefault((model.name, side), ModelMemory()) for side in Side}
         return {side: Allotment(limit_bytes, is_contained=True, of_model=memory) for side, memory in shared.items()}
+
+    def count_start(self, way: str) -> None:
+        """Count a process that was started in one of `WAYS`."""
+        with self._memory_lock:
+            self.starts[way] += 1
 
     def add(self, stub: StubHandle) -> None:
         """Add a stub that was started."""

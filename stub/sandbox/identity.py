@@ -5,6 +5,7 @@ Source: `capabilities(7)`, `prctl(2)`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,6 +17,8 @@ _SET_PDEATHSIG, _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPBSET_DROP, _CAP_AMBIENT, _CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_SETGID, _CAP_SETUID, _CAP_SETPCAP = 6, 7, 8
+# The score of a process that the kernel ends before all others.
+FIRST_TO_END = 1000
 
 
 def drop_bounding_set() -> None:
@@ -61,6 +64,17 @@ def forbid_looking_inside() -> None:
     it.
     """
     kernel.prctl(_SET_DUMPABLE, 0)
+
+
+def allow_looking_inside() -> None:
+    """Undo `forbid_looking_inside`. Raises OSError."""
+    kernel.prctl(_SET_DUMPABLE, 1)
+
+
+def score_for_ending(score: int) -> None:
+    """Say how soon the kernel is to end this process when memory is full, if that is allowed."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write(str(score))
 
 
 def may_change_user() -> bool:

@@ -31,11 +31,14 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="this user is one with
 )
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_holds_for_a_user_without_rights() -> None:
+@pytest.mark.parametrize("on", ["started processes", "spares"])
+def test_it_holds_for_a_user_without_rights(on: str) -> None:
     root = HERE.parents[1]
     paths = [str(Path(moonpool.__path__[0]).parent), str(root), *sys.path]
     kept = {name: text for name, text in os.environ.items() if not name.startswith(OTHERS)}
     options = ["-q", "-p", "no:cacheprovider", "-k", "not standard and not without_a_sandbox"]
+    if on == "spares":
+        options.append("--spares")
     program = [sys.executable, "-m", "pytest", *options, *FILES]
     ended = subprocess.run(
         as_nobody.command(program),

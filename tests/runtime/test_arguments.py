@@ -47,6 +47,7 @@ OF_RUNTIME: Mapping[str, list[Any]] = {
     "response_cache_bytes": [*WHOLE, 0],
     "rate_limit": [*TEXTS, ["x"]],
     "resident": [5],
+    "spares": [*WHOLE, 5, True],
 }
 OF_LOAD: Mapping[str, list[Any]] = {
     "name": [5, "", "a/b"],

@@ -20,7 +20,7 @@ from moonpool.ipc.messages import MAX_DIMS
 from moonpool.runtime.model.checksums import Checksum, checksums
 from moonpool.runtime.model.config.ensembles import ENSEMBLE, ensemble_scheduling
 from moonpool.runtime.model.config.ensembles import EnsembleScheduling as EnsembleScheduling
-from moonpool.runtime.model.config.schema import MESSAGES, ONE_OF, shaped
+from moonpool.runtime.model.config.schema import MESSAGES, ONE_OF, in_order, shaped, shaped_part
 from moonpool.runtime.model.config.schema import Raw as Raw
 from moonpool.runtime.model.config.sequences import SequenceBatching as SequenceBatching
 from moonpool.runtime.model.config.sequences import SequenceControl as SequenceControl
@@ -165,7 +165,8 @@ def normalise(raw: Mapping[str, object], source: Source | None = None) -> Raw:
     Needs no protobuf. The argument is not changed; normalising twice changes nothing. Raises
     ConfigError for unknown fields and wrong types.
     """
-    result = shaped(raw, source or Source())
+    source = source or Source()
+    result = shaped(raw, source)
     result.setdefault("version_policy", {"latest": {"num_versions": 1}})
     result["backend"] = result["backend"] or _implied_backend(result)
     if result["default_model_filename"] == "":
@@ -175,8 +176,9 @@ def normalise(raw: Mapping[str, object], source: Source | None = None) -> Raw:
         optimization = result.setdefault("optimization", {})
         optimization.setdefault("input_pinned_memory", {"enable": True})
         optimization.setdefault("output_pinned_memory", {"enable": True})
-    # Again, to put the added fields in the order of the schema.
-    return shaped(result, source or Source())
+        # Again, to put the added fields in the order of the schema.
+        result["optimization"] = shaped_part("optimization", optimization, source)
+    return in_order(result)
 
 
 def _implied_backend(raw: Raw) -> str:

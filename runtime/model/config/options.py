@@ -559,8 +559,9 @@ OPTIONS = (
         "MOONPOOL_PREFORK",
         "prefork",
         PREFORK,
-        "Fork instances from a process that has imported numpy (without effect in a sandbox from best-effort on), or from one"
-        " of the model, made after its imports or after its `initialize`, instead of starting each anew. See PREFORK.md.",
+        "Fork instances from a process that has imported numpy (in a sandbox from best-effort on: start them from a spare, see"
+        " SANDBOX.md), or from one of the model, made after its imports or after its `initialize`, instead of starting each"
+        " anew. See PREFORK.md.",
     ),
     Option(
         "MOONPOOL_COMPILE_CACHE",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
@@ -199,6 +200,16 @@ def shaped(raw: Mapping[str, object], source: Source) -> Raw:
     return _message("ModelConfig", raw, "", source)
 
 
+def shaped_part(name: str, value: object, source: Source) -> Any:
+    """Copy one field of a configuration as `shaped` does."""
+    return _field(MESSAGES["ModelConfig"][name], value, name, source)
+
+
+def in_order(raw: Raw) -> Raw:
+    """Put the fields of a configuration in the order of the schema."""
+    return {name: raw[name] for name in MESSAGES["ModelConfig"] if name in raw}
+
+
 # The most known words that are looked at, and the most that are compared. Strangers may choose the word, and some the
 # known ones, too.
 _MOST_KNOWN, _MOST_COMPARED = 2000, 200
@@ -242,15 +253,21 @@ def _message(kind: str, value: object, path: str, source: Source) -> Raw:
             what = f'no field "{name}" in {kind}{suggestion(str(name), schema)}'
             source.mistake(f"{prefix}{name}", what)
     result: Raw = {}
-    for name, type_ in schema.items():
+    for name, type_, default in _fields_of(kind):
         given = value.get(name)
-        if (default := _default(type_)) is not None:
-            result[name] = default
+        if default is not None:
+            result[name] = default.copy() if type(default) in (list, dict) else default  # type: ignore[attr-defined]
         if given is not None:
             with part():
                 result[name] = _field(type_, given, prefix + name, source)
     _one_of(kind, result, path, source)
     return result
+
+
+@cache
+def _fields_of(kind: str) -> tuple[tuple[str, str, object], ...]:
+    """Return name, type and default of each field of a message, None for none."""
+    return tuple((name, type_, _default(type_)) for name, type_ in MESSAGES[kind].items())
 
 
 def _one_of(kind: str, result: Raw, path: str, source: Source) -> None:

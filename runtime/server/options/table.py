@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 
 from moonpool.ipc.policy import LEVELS
+from moonpool.runtime.isolation.spares import MOST as SPARES
 from moonpool.runtime.model.config.options import (
     ModelOption,
     OptionKind,
@@ -64,6 +65,7 @@ class ServerOptions:
     rate_limit_resource: tuple[str, ...] = ()
     sandbox: str = ""
     sandbox_grants: tuple[str, ...] = ()
+    spares: int | None = None
     model_option: tuple[ModelOption, ...] = ()
     allow_http: bool = True
     allow_openai: bool = True
@@ -225,6 +227,7 @@ KINDS = {
     "boolean": OptionKind("true\\|false", _boolean),
     "switch": OptionKind("", _boolean),
     "whole": OptionKind("number", _whole()),
+    "spares": OptionKind("number", _whole(SPARES, f"a number from 0 to {SPARES}")),
     "positive": OptionKind("number", _whole(what="a whole number from 1 on", least=1)),
     "signed": OptionKind("number", _signed),
     "port": OptionKind("port", _whole(65535, "a port: a number from 0 (any that is free) to 65535")),
@@ -284,6 +287,7 @@ rate-limit rate_limit: `execution_count`: an instance executes only while the [r
 rate-limit-resource resource*: `<name>:<count>` or `<name>:<count>:<device>`: the count of a resource, on each device or on one. Without this option, there are as many as the instance has that needs most. Has no effect without `--rate-limit=execution_count`.
 sandbox sandbox: The least sandbox of all models; `MOONPOOL_SANDBOX` of a model may name a stricter one. Without this option, a model may name any, and has `standard` if it names none.
 sandbox-grants grant*: With `best-effort` or `strict`, allows a model's configuration to give the model more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process. `MODEL:KEY=VALUE` grants this value and no other; `MODEL` grants all that the configuration asks for, now and later. `moonpool check REPO --sandbox strict` prints what models ask for in this form.
+spares spares: The number of [processes that are kept ready](SANDBOX.md#spares) for models at `best-effort` or `strict`, of each kind that was used in the last ten minutes; 4 at most together. With 0 there is none, and without this option one, or what the variable `MOONPOOL_SPARES` says.
 model-option model_option*: Sets an option of a model, by the model's name. `*` in the name stands for any characters; a name takes precedence over a pattern, and a longer pattern over a shorter one. The option overrides the model's configuration and the configurations that clients load, and counts as granted. `MOONPOOL_SANDBOX` is the model's least level, in place of `--sandbox`; a lower one does not hold for files and configurations that clients bring. In the file: a table `[models.NAME]`. [OPTIONS](OPTIONS.md) has all keys.
 
 # HTTP
