@@ -25,7 +25,7 @@ from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.threads import start_thread
 
 SCENARIOS = ("SingleStream", "MultiStream", "Server", "Offline")
-SUMMARY, DETAIL = "mlperf_log_summary.txt", "mlperf_log_detail.txt"
+SUMMARY = "mlperf_log_summary.txt"
 # Samples of a query of MultiStream, as in the rules of MLPerf.
 _MULTI_STREAM_SAMPLES = 8
 # LoadGen makes its queries beforehand, and a run that has used them up before its duration is over is invalid. The

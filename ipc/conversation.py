@@ -113,10 +113,6 @@ class Conversation:
         self.turn = self.after[kind]
         return fields
 
-    def pass_turn(self, kind: int) -> None:
-        """Note that a message of this kind was sent or received past this object."""
-        self.turn = self.after[kind]
-
     def accept_known(self, kind: int) -> None:
         """Accept a received packet of this kind whose bytes the caller has seen before. Raises
         `RemoteProtocolError`.

@@ -28,11 +28,11 @@ _OLDEST, _NEEDED = 12_000, "moonpool needs NVIDIA's driver 525 or later, which i
 HANDLE_BYTES = 64
 
 # CUresult
-INVALID_VALUE, OUT_OF_MEMORY, INVALID_HANDLE, NOT_READY = 1, 2, 400, 600
-# Streams without an object: the default one, and each thread's.
-LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 1, 2, 600
+# The default stream, which has no object.
+LEGACY_STREAM = 1
 # CUdevice_attribute
-HAS_UNIFIED_ADDRESSES, HAS_VIRTUAL_MEMORY, HAS_DESCRIPTORS = 41, 102, 103
+HAS_VIRTUAL_MEMORY, HAS_DESCRIPTORS = 102, 103
 # CUpointer_attribute
 POINTER_KIND, POINTER_DEVICE = 2, 9
 # CUmemorytype

@@ -191,11 +191,6 @@ class Machine(Generic[S]):
         """True if no state can follow any more."""
         return not self._table[self._step.state]
 
-    @property
-    def story(self) -> tuple[Step[S], ...]:
-        """The latest steps, oldest first; the last one is the present."""
-        return tuple(self._story)
-
     def may(self, to: S) -> bool:
         """Return True if the table allows this move now."""
         return to in self._table[self._step.state]

@@ -49,7 +49,7 @@ class Side:
         """
         pair = self.pair
         pair.peer.channel.send(packet)
-        pair.peer.conversation.pass_turn(int(Kind.ANSWER))
+        pair.peer.conversation.turn = pair.peer.conversation.after[Kind.ANSWER]
         pair.link.wait()
         try:
             answers: Any = [

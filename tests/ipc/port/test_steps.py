@@ -75,7 +75,7 @@ def test_a_request_gets_no_second_outcome_while_its_answer_is_read() -> None:
                     return
 
             peer.channel.send(packet)
-            peer.conversation.pass_turn(int(Kind.ANSWER))
+            peer.conversation.turn = peer.conversation.after[Kind.ANSWER]
             link.wait()
             with collecting(end, number) as has_come:
                 try:

@@ -152,7 +152,7 @@ class StubDesk:
         finally:
             use_memory(None)
         # FINALIZE only ended the loop.
-        self.peer.conversation.pass_turn(Kind.ANSWER)
+        self.peer.conversation.turn = self.peer.conversation.after[Kind.ANSWER]
         return self.work.recv(1 << 16)
 
     def opened(self, packet: bytes) -> list[Any]:
@@ -180,7 +180,7 @@ class StubDesk:
         seen.append((list(regions.returned), sorted(batch.returned), batch.kept))  # type: ignore[type-var]
         regions.returned.clear()
         batch.returned.clear()
-        peer.conversation.pass_turn(Kind.ANSWER)
+        peer.conversation.turn = peer.conversation.after[Kind.ANSWER]
         return seen
 
     def told(self) -> list[list[Any]]:

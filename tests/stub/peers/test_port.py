@@ -192,7 +192,7 @@ def looking() -> Iterator[StubDesk]:
         assert made.port.open(made.port.receive())
         made.peer.executing = (0, [])
         made.peer.batch.returned.clear()
-        made.peer.conversation.pass_turn(Kind.ANSWER)
+        made.peer.conversation.turn = made.peer.conversation.after[Kind.ANSWER]
     yield made
     made.close()
 
