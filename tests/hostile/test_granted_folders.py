@@ -21,6 +21,7 @@ import pytest
 from tests import as_nobody, lesser_kernel
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.hostile.attacker import Attacker, copied, load_attacker
+from tests.hostile.attempts import UNCHANGED
 from tests.hostile.conftest import Attackers
 from tests.waiting import wait_until
 
@@ -563,6 +564,28 @@ def test_nothing_is_lent_without_the_filter(make: Make, open_model_folder: Path)
 
     assert "seccomp: " in why
     assert shared(open_model_folder, folder, f"rw:{folder}", level="best-effort") == [5, 6]
+
+
+CHANGES_MODE = """
+import sys
+from pathlib import Path
+import moonpool
+from tests.hostile.attacker import load_attacker
+with moonpool.Runtime() as runtime:
+    model = load_attacker(runtime, "strict", Path(sys.argv[1]), "m")
+    print(model.tries("files.change_mode", path=sys.argv[2]).word)
+"""
+
+
+@pytest.mark.parametrize("lacks", [{}, LACKS["attributes"]], ids=["", "on a kernel that makes no mounts read-only"])
+def test_a_model_changes_no_file_of_its_user(open_model_folder: Path, make: Make, lacks: Mapping[str, int]) -> None:
+    file = make(as_nobody.NOBODY) / "file"
+    program = [sys.executable, "-c", CHANGES_MODE, str(open_model_folder), str(file)]
+
+    done = run(as_nobody.command(lesser_kernel.command(program, **lacks) if lacks else program))
+
+    assert done.stdout.strip() in UNCHANGED, done.stderr
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.promise("Layers of the sandbox", "Without a filter for system calls, …")
