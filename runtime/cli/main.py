@@ -84,6 +84,7 @@ _COMMANDS = {
     "sandbox": "moonpool.runtime.cli.sandbox",
     "env": "moonpool.runtime.cli.environments",
     "triton": "moonpool.runtime.cli.triton",
+    "run": "moonpool.runtime.cli.run_source",
     "run-model": "moonpool.runtime.cli.run_model",
     "bench": "moonpool.benchmarks.commands.bench",
     "tune": "moonpool.benchmarks.commands.tune",

@@ -169,7 +169,9 @@ class _Run:
             if self._killed:
                 self.kill()
             ended = self._running.ask(self._request, _most_bytes(self._limits), time.monotonic() + self._timeout_s)
-            return _result(self._running, ended, self._limits, self._timeout_s)
+            return _result(
+                self._running, ended, self._limits, self._timeout_s, lambda: self._killed or not worker.is_healthy
+            )
         finally:
             pool.give_back(worker)
 
@@ -235,7 +237,7 @@ class Sandbox:
             running = self._process(on_output)
             lost, self._loses_state = self._loses_state, True
             ended = running.ask(request, _most_bytes(self._limits), time.monotonic() + limit_s)
-            result = _result(running, ended, self._limits, limit_s, goes_on=True, state_lost=lost)
+            result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
             # Otherwise, and if anything is raised before, the next run begins anew.
             self._loses_state = ended.packet is None
             return result
@@ -268,6 +270,10 @@ class Sandbox:
         if self._closed:  # meanwhile
             self._kill()
         return self._running
+
+    def _was_killed(self) -> bool:
+        """Return True if the process has ended by an act of the program, or with the one from which it was forked."""
+        return self._closed or self._worker is None or not self._worker.is_healthy
 
     def _kill(self) -> None:
         running = self._running
@@ -311,7 +317,14 @@ def _request(source: Source, inputs: Mapping[str, Any] | None, files: dict[str, 
 
 
 def _result(
-    running: Running, ended: Ended, limits: Limits, timeout_s: float, *, goes_on: bool = False, state_lost: bool = False
+    running: Running,
+    ended: Ended,
+    limits: Limits,
+    timeout_s: float,
+    was_killed: Callable[[], bool],
+    *,
+    goes_on: bool = False,
+    state_lost: bool = False,
 ) -> RunResult:
     """Make the result of a run that has answered, or has not. Kills the process, unless it answered and `goes_on`."""
     answer: dict[str, Any] = {"value": None, "is_repr": False, "files": {}}
@@ -332,6 +345,10 @@ def _result(
             error = RunError("BrokenAnswer", f"the process sent something that is no answer: {broken}")
     elif ended.why == "timeout":
         error = RunError("TimedOut", f"it did not end within {timeout_s:g} s and was killed", limit="timeout_s")
+    elif ended.why == "mute":
+        error = RunError("BrokenAnswer", "the process closed its channel, or sent something that is no answer")
+    elif was_killed():
+        error = RunError("Closed", "the sandbox was closed, or the process from which it was forked has ended")
     else:
         error = _death(code)
     usage = RunUsage(ended.wall_s, ended.cpu_s, ended.peak_bytes)

@@ -39,6 +39,7 @@ from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import minimal
 from moonpool.runtime.model.config.options import hardened
 from moonpool.runtime.model.source import ModelSource
+from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.usage import addresses_of, cpu_s_of, peak_bytes_of
 from moonpool.runtime.repository.environment import resolve
 from moonpool.runtime.repository.loading import model_of
@@ -50,6 +51,8 @@ from moonpool.runtime.stubs.template import ForkedProcess, ForkRefused, Template
 _RUN = Path(__file__).resolve().parents[2] / "stub" / "source" / "run.py"
 _START_S = 120.0
 _EXIT_S = 5.0
+# The time between the end of the channel and that of the process.
+_CLOSED_S = 1.0
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # An answer of this size is mapped, and a smaller one copied: a map holds a descriptor as long as somebody has a part.
 _MAPPED_BYTES = 1 << 20
@@ -74,7 +77,7 @@ class Ended:
     """The end of one request to a process: its packet, or why there is none."""
 
     packet: bytes | None
-    # "": it answered. Else `timeout`, or `died`.
+    # "": it answered. Else `timeout`, `died`, or `mute`: it closed its channel, or sent what is no packet.
     why: str
     wall_s: float
     cpu_s: float
@@ -135,17 +138,24 @@ class Running:
             ready = poll.poll(max(0.0, left_ms))
             fds = {fd for fd, _ in ready}
             if channel_fd in fds or pidfd in fds:
-                with contextlib.suppress(MoonpoolError):
-                    packet = self._channel.receive_ready()
-                    if packet is not None:
-                        return self._ended(packet, "", began_s)
-                # Its channel is closed, or broken, or it has ended.
-                return self._ended(None, "died", began_s)
+                packet, why = self._received()
+                return self._ended(packet, why, began_s)
             for fd in fds:
                 if not captures[fd].read():
                     poll.unregister(fd)
             if left_ms <= 0:
                 return self._ended(None, "timeout", began_s)
+
+    def _received(self) -> tuple[bytes | None, str]:
+        """Return the packet of a process that has sent one, or has ended, or has closed its channel."""
+        try:
+            packet = self._channel.receive_ready()
+        except PeerGone:
+            # The kernel closes the channel of a process that ends first.
+            return None, "died" if self.process.wait(_CLOSED_S) is not None else "mute"
+        except MoonpoolError:
+            return None, "mute"
+        return packet, "" if packet is not None else "died"
 
     def _ended(self, packet: bytes | None, why: str, began_s: float) -> Ended:
         wall_s = time.monotonic() - began_s
@@ -192,9 +202,7 @@ class Running:
         if waits:
             code = self.process.wait(_EXIT_S)
         else:
-            poll = select.poll()
-            poll.register(self.process.pidfd, select.POLLIN)
-            if not poll.poll(_EXIT_S * 1000):
+            if not _has_ended(self.process, _EXIT_S):
                 raise LoadFailed("the process of a run cannot be killed", stage="start")
             code = None
         self.stdout.drain()
@@ -248,11 +256,11 @@ class Worker:
     @property
     def is_healthy(self) -> bool:
         """True while its process runs."""
-        return self._stub is not None and self._stub.process.is_there()
+        return self._stub is not None and not _has_ended(self._stub.process)
 
     def fresh(self, limits: Limits, tell: Tell | None) -> Running:
         """Return a process that has run nothing yet, with these limits. Raises `LoadFailed`."""
-        if self.running is None or not self.is_prepared or not self.running.process.is_there():
+        if self.running is None or not self.is_prepared or _has_ended(self.running.process):
             self.prepare()
         running = self.running
         if running is None:
@@ -334,6 +342,15 @@ def _check_filter(stub: SourceStub) -> None:
     """Raise `LoadFailed` without the filter, which alone keeps a run from starting processes that outlive it."""
     if stub.confinement is None or "seccomp" not in stub.confinement.layers:
         raise LoadFailed("no source can run here: the kernel has no filter for system calls", stage="sandbox")
+
+
+def _has_ended(process: ChildProcess, timeout_s: float = 0.0) -> bool:
+    """Wait so long for the end of a process. It need not have been reaped."""
+    if process.pidfd < 0:
+        return True
+    poll = select.poll()
+    poll.register(process.pidfd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def signal_name(code: int) -> str:

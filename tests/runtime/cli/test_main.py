@@ -18,7 +18,7 @@ import moonpool
 from moonpool.runtime.cli.main import make_parser
 
 COMMANDS = (
-    "demo", "infer", "check", "bench", "serve", "top", "triton", "sandbox", "run-model", "completion",
+    "demo", "infer", "check", "bench", "serve", "top", "triton", "sandbox", "run", "run-model", "completion",
 )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def test_a_run_ends_when_its_sandbox_is_closed() -> None:
     thread.join()
 
     assert results[0].error is not None
-    assert results[0].error.type == "Killed"
+    assert results[0].error.type == "Closed"
 
 
 def test_an_event_loop_may_use_one() -> None:

@@ -1,0 +1,253 @@
+"""Hostile source: what a run tries against the one after it, its template, the runtime and the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.waiting import wait_until
+
+import moonpool
+from moonpool.runtime.sandboxes.pool import close_pool, the_pool
+
+SECRET = "a9f3c1e7d2"
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_pool()
+
+
+def value(source: str, **inputs: object) -> object:
+    return moonpool.run(source, inputs, timeout_s=20).unwrap()
+
+
+@pytest.mark.promise(
+    "Source", "A run finds nothing of the runs before it: no file, no memory, no variable, no process."
+)
+def test_a_run_finds_nothing_of_the_one_before() -> None:
+    value(
+        "import builtins, os, sys, types\n"
+        "builtins.mark = secret; os.environ['MARK'] = secret; sys.modules['mark'] = types.ModuleType('mark')\n"
+        "open('file', 'w').write(secret); os.makedirs('out/' + 'd/' * 200); os.makedirs('closed'); os.chmod('closed', 0)\n"
+        "open('/dev/shm/file', 'w').write(secret); os.chmod('.', 0); print(secret)",
+        secret=SECRET,
+    )
+    left = value(
+        "import builtins, os, sys\n"
+        "[hasattr(builtins, 'mark'), 'MARK' in os.environ, 'mark' in sys.modules, os.listdir('.'), os.listdir('/dev/shm')]"
+    )
+
+    assert left == [False, False, False, ["out"], []]
+
+
+def test_the_template_never_has_source_or_inputs() -> None:
+    """Look through its memory from outside, as root may."""
+    for _ in range(3):
+        done = moonpool.run(f"note = '{SECRET}' * 1000; x.sum(); print(note); note", {"x": np.ones(100_000)})
+        assert done.error is None
+    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
+    for worker, _ in the_pool()._idle:
+        assert worker._stub is not None
+        assert SECRET.encode() not in memory_of(worker._stub.process.pid)
+        assert worker.running is not None
+        assert SECRET.encode() not in memory_of(worker.running.process.pid)
+
+
+def memory_of(pid: int) -> bytes:
+    """Read all private memory of a process that may be written to. Skips the test if this user may not look."""
+    parts = []
+    try:
+        with open(f"/proc/{pid}/mem", "rb") as memory:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if re.match(r"\S+ rw.p", line):
+                    begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+                    memory.seek(begin)
+                    try:
+                        parts.append(memory.read(end - begin))
+                    except OSError:
+                        continue
+    except PermissionError:
+        pytest.skip("only root may look into a contained process")
+    return b"".join(parts)
+
+
+@pytest.mark.promise(
+    "Source", "A run reaches neither its template nor another run: no signal, no memory, no descriptor."
+)
+def test_a_run_reaches_no_other_process() -> None:
+    with moonpool.Sandbox() as box:
+        box.run("kept = 1")
+        source = """
+import os, signal, ctypes, errno
+refused = []
+def trial(act, *arguments):
+    try:
+        act(*arguments)
+        refused.append(False)
+    except OSError:
+        refused.append(True)
+for pid in (os.getppid(), 1, -1, 0, 2, 3, 4, 5):
+    if pid != os.getpid():
+        trial(os.kill, pid, signal.SIGKILL)
+trial(os.fork)
+trial(os.posix_spawn, '/bin/true', ['true'], {})
+trial(os.execv, '/bin/true', ['true'])
+trial(open, f'/proc/{os.getppid()}/mem', 'rb')
+trial(open, f'/proc/{os.getppid()}/environ', 'rb')
+trial(os.pidfd_open, os.getppid())
+trial(os.setpriority, os.PRIO_PROCESS, os.getppid(), 19)
+trial(__import__('resource').prlimit, os.getppid(), __import__('resource').RLIMIT_CPU, (1, 1))
+refused
+"""
+        assert set(value(source)) == {True}  # type: ignore[call-overload]
+        assert box.run("kept").unwrap() == 1
+
+
+def test_calls_of_attacks_end_the_run_alone() -> None:
+    done = moonpool.run("import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)")
+
+    assert str(done.error) == "Killed: the process made a system call that only an attack makes, and was ended"
+    assert value("1") == 1
+
+
+def test_a_run_has_three_descriptors_of_others() -> None:
+    kinds = value(
+        "import os, stat\n"
+        "found = []\n"
+        "for fd in range(300):\n"
+        "    try: mode = os.fstat(fd).st_mode\n"
+        "    except OSError: continue\n"
+        "    found.append('socket' if stat.S_ISSOCK(mode) else 'pipe' if stat.S_ISFIFO(mode) else oct(stat.S_IFMT(mode)))\n"
+        "found"
+    )
+
+    # Its input, its output twice, its channel, and the file for the answer.
+    assert kinds == [oct(0o020000), "pipe", "pipe", "socket", oct(0o100000)]
+
+
+ANSWERS = {
+    "garbage": "b'\\xc1' * 100",
+    "nothing": "b''",
+    "long": "b'x' * 40000",
+    "fields": "pack([pack({'value': 1}), 0, 0, 0])",
+    "place": "pack([b'', 1 << 40, 1 << 40, 1 << 20])",
+    "never written": "pack([b'', 0, 1 << 20, 1 << 20])",
+    "size": "pack([b'', 0, 8, 1 << 60])",
+    "file": "pack([pack({'value': 1, 'is_repr': False, 'error': None, 'files': {'../x': b''}}), 0, 0, 0])",
+    "link": "pack([pack({'value': 1, 'is_repr': False, 'error': None, 'files': {'a/./b': b''}}), 0, 0, 0])",
+    "error": "pack([pack({'value': 1, 'is_repr': False, 'error': 5, 'files': {}}), 0, 0, 0])",
+    "limit": "pack([pack({'value': 1, 'is_repr': 1, 'error': None, 'files': {}}), 0, 0, 0])",
+}
+
+
+@pytest.mark.parametrize("packet", ANSWERS.values(), ids=ANSWERS)
+def test_a_forged_answer_is_an_error(packet: str) -> None:
+    done = moonpool.run(
+        f"import os, socket\nfrom moonpool.ipc.codec import pack_with as pack\n"
+        f"try: socket.socket(fileno=3).send({packet})\nexcept OSError: pass\nimport time; time.sleep(1)\nos._exit(0)",
+        timeout_s=10,
+    )
+
+    assert done.error is not None
+    assert done.error.type in ("BrokenAnswer", "ProcessEnded")
+    assert done.value is None
+    assert done.files == {}
+
+
+def test_a_sandbox_that_lies_once_harms_itself_alone() -> None:
+    with moonpool.Sandbox() as box:
+        answer = "pack([pack({'value': 'lie', 'is_repr': False, 'error': None, 'files': {}}), 0, 0, 0])"
+        box.run(
+            "import socket\nfrom moonpool.ipc.codec import pack_with as pack\n"
+            f"end = socket.socket(fileno=3)\nfor _ in range(5): end.send({answer})"
+        )
+        assert box.run("1").value in ("lie", 1)
+        assert value("1") == 1
+
+
+def test_errors_and_output_are_harmless_to_terminals() -> None:
+    done = moonpool.run(
+        "class E\u0301(Exception): pass\nprint('\\x1b]0;title\\x07')\nraise E\u0301('\\x1b[2J\\r\\u202e')"
+    )
+
+    assert done.error is not None
+    for text in (done.stdout, done.error.message, done.error.traceback):
+        assert not set(text) & set("\x1b\x07\r\u202e")
+    done = moonpool.run("type('x' * 100000 + '\\x1b', (Exception,), {'__str__': lambda self: 1 / 0})() and None")
+    done = moonpool.run("raise type('x' * 100000 + '\\x1b', (Exception,), {'__str__': lambda self: 1 / 0})()")
+    assert done.error is not None
+    assert len(done.error.type) <= 200
+
+
+def test_deep_and_odd_values_come_as_texts_or_errors() -> None:
+    for source in (
+        "x = []\nfor _ in range(10**5): x = [x]\nx",
+        "x = {}\nx['x'] = x\nx",
+        "class D(dict):\n    def items(self): raise SystemExit\nD()",
+        "class A(list):\n    def __len__(self): return 1 << 62\nA()",
+        "import numpy as np\nnp.array([object()])",
+        "import numpy as np\nnp.zeros(3, 'O,i4')",
+        "[0] * 2_000_000",
+        "'x' * (40 << 20)",
+    ):
+        done = moonpool.run(source, timeout_s=60)
+        assert done.is_repr or done.error is not None, source
+    assert value("float('nan')") != value("float('nan')")
+    assert value("10 ** 400, {1: 2, None: 3, 1.5: 4, True: 5}, '\\ud800'") == [
+        10**400,
+        {1: 5, None: 3, 1.5: 4},
+        "\ud800",
+    ]
+
+
+def test_source_that_harms_a_compiler_harms_the_run_alone() -> None:
+    for source in (
+        "(" * 100_000,
+        "-" * 1_000_000 + "1",
+        "x" * 10_000_000 + " = 1",
+        "\0",
+        "\ud800",
+        "[" * 90 + "]" * 90,
+    ):
+        moonpool.run(source, timeout_s=60)
+    assert value("2") == 2
+
+
+def test_a_template_that_dies_is_replaced() -> None:
+    assert value("1") == 1
+    wait_until(lambda: len(the_pool()._idle) == 1)
+    worker = the_pool()._idle[0][0]
+    assert worker._stub is not None
+    os.kill(worker._stub.process.pid, signal.SIGKILL)
+    wait_until(lambda: not worker.is_healthy)
+
+    assert value("2") == 2
+    with moonpool.Sandbox() as box:
+        box.run("x = 1")
+        assert box._worker is not None
+        assert box._worker._stub is not None
+        os.kill(box._worker._stub.process.pid, signal.SIGKILL)
+        wait_until(lambda: box._running is not None and not box._running.process.is_there())
+        assert str(box.run("x").error).startswith("Closed: ")
+        assert box.run("1").state_lost
+
+
+def test_a_hundred_runs_leave_nothing_behind() -> None:
+    value("1")
+    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
+    before = descriptors()
+    for number in range(100):
+        assert value("n", n=number) == number
+    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
+    wait_until(lambda: descriptors() <= before + 8 * len(the_pool()._all))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
