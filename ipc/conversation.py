@@ -113,14 +113,6 @@ class Conversation:
         self.turn = self.after[kind]
         return fields
 
-    def accept_known(self, kind: int) -> None:
-        """Accept a received packet of this kind whose bytes the caller has seen before. Raises
-        `RemoteProtocolError`.
-        """
-        if kind not in self.turn[1]:
-            raise RemoteProtocolError(f"{Kind(kind).name} came out of turn; {self._words()}")
-        self.turn = self.after[kind]
-
     @property
     def allowed(self) -> frozenset[int]:
         """The kinds that may come next, from either side."""

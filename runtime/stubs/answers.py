@@ -29,7 +29,7 @@ from moonpool.ipc.tensors import CODES as DATATYPES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import ModelConfig
-from moonpool.runtime.model.request import Answer, Details, InferenceRequest, Outcome, Response, WireTensor, allocate
+from moonpool.runtime.model.request import Details, InferenceRequest, Outcome, Response, WireTensor, allocate
 from moonpool.runtime.model.reshaping import Reshaping, of_outputs
 from moonpool.runtime.stubs.layout import AnswerLayout, OutputLayout, read_answer
 from moonpool.runtime.stubs.start_message import output_names
@@ -74,17 +74,10 @@ class AnswerReader:
             layout = read_answer(packed, self.output_names, count)
             if self._reshaped:
                 reshaped = [[self._reshape(each) for each in row] for row in layout.responses]
-                layout = AnswerLayout.of(reshaped, layout.least_bytes)
+                layout = AnswerLayout(reshaped, layout.least_bytes)
             if len(packed) <= _MEMORABLE_BYTES:
                 self._layouts.keep(packed, layout)
         return layout
-
-    def known(self, packed: bytes | None) -> AnswerLayout | None:
-        """Return the layout of one response whose outputs lie in one block, if it was read before; else None."""
-        layout = self._layouts.get(packed)  # type: ignore[arg-type]
-        if layout is None or len(layout.responses) != 1 or len(layout.least_bytes) != 1:
-            return None
-        return layout if 0 in layout.least_bytes else None
 
     def _reshape(self, output: OutputLayout) -> OutputLayout:
         reshaping = self._reshaped.get(output.name)
@@ -104,26 +97,6 @@ class AnswerReader:
         for block, least_bytes in layout.least_bytes.items():
             if block >= len(leases) or least_bytes > leases[block].size:
                 raise RemoteProtocolError(layout.fault([lease.size for lease in leases]))
-
-    def answers(
-        self, requests: Sequence[InferenceRequest], layout: AnswerLayout, leases: Sequence[Lease]
-    ) -> list[Answer]:
-        """Make the responses to the requests of a batch, with views of the leases. The model gave nothing but
-        outputs.
-        """
-        answers: list[Answer] = []
-        is_usual = not self.has_devices
-        for request, rows in zip(requests, layout.arrays, strict=True):
-            if rows is None or not is_usual or request.wants_wire or request.allocator is not None:
-                outputs = layout.responses[len(answers)]
-                answers.append(self.outcome(request, outputs, None, leases))
-                continue
-            arrays: dict[str, Any] = {}
-            for name, shape, dtype, block, offset in rows:
-                arrays[name] = _array(shape, dtype, leases[block], offset)
-            details = request.details
-            answers.append(Response(arrays, None, "" if details is None else details.request_id))
-        return answers
 
     def outcome(
         self,

@@ -18,7 +18,6 @@ from moonpool.ipc.tensors import BYTES, DTYPES, ITEMSIZE, MAX_DIMS, check_tensor
 
 # A row and its six fields, with as many dimensions as there may be.
 _VALUES_IN_ROW = 7 + MAX_DIMS
-_BYTE = np.dtype(np.uint8)
 
 
 class RequestLayout(NamedTuple):
@@ -77,16 +76,6 @@ class AnswerLayout(NamedTuple):
 
     responses: list[list[OutputLayout]]
     least_bytes: dict[int, int]
-    # The arrays of each response: names, shapes, dtypes, blocks and offsets. None for a response with BYTES.
-    arrays: list[list[tuple[str, tuple[int, ...], Any, int, int]] | None]
-    # The same for arrays of the tensors' bytes, each with datatype and shape of the tensor behind that.
-    wires: list[list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]]
-
-    @classmethod
-    def of(cls, responses: list[list[OutputLayout]], least_bytes: dict[int, int]) -> AnswerLayout:
-        """Make a layout of these outputs."""
-        arrays = [_arrays(each) for each in responses]
-        return cls(responses, least_bytes, arrays, [_wires(each) for each in responses])
 
     def fault(self, sizes: Sequence[int]) -> str:
         """Describe what is wrong with the layout if the blocks have these sizes."""
@@ -99,7 +88,7 @@ class AnswerLayout(NamedTuple):
 
 
 # The layout of a response without outputs.
-NOTHING = AnswerLayout([[]], {}, [[]], [[]])
+NOTHING = AnswerLayout([[]], {})
 
 
 def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout:
@@ -119,19 +108,7 @@ def read_answer(packed: bytes, names: Sequence[str], count: int) -> AnswerLayout
             end = output.offset + output.size_bytes
             least_bytes[output.block] = max(end, least_bytes.get(output.block, 0))
         responses.append(outputs)
-    return AnswerLayout.of(responses, least_bytes)
-
-
-def _arrays(outputs: Sequence[OutputLayout]) -> list[tuple[str, tuple[int, ...], Any, int, int]] | None:
-    if any(output.dtype is None for output in outputs):
-        return None
-    return [(each.name, each.shape, each.dtype, each.block, each.offset) for each in outputs]
-
-
-def _wires(outputs: Sequence[OutputLayout]) -> list[tuple[str, tuple[int], Any, int, int, int, tuple[int, ...]]]:
-    return [
-        (each.name, (each.size_bytes,), _BYTE, each.block, each.offset, each.datatype, each.shape) for each in outputs
-    ]
+    return AnswerLayout(responses, least_bytes)
 
 
 def _output(row: list[Any], names: Sequence[str]) -> OutputLayout:

@@ -15,14 +15,6 @@ The driver's work channel and the reactor's control channel are not ordered with
 send RELEASE before the driver has read the ANSWER that lists it as held. So the reactor only notes such places, and the
 driver takes them back before the next batch, when it has read that ANSWER.
 
-Answers that came before. Callers mostly ask for the same shapes again, and then answers differ in nothing but the
-number of the batch. So `_known_answers` has the rest of an answer by its bytes, once it was read and has passed all
-checks (`_read`). An answer with equal bytes passes those again that depend on the bytes alone, and `finish` skips them.
-It makes all others each time: the number of the batch, of which `_head` is the packed form, the core behind it, which
-may be any, the turn, the number of requests, and for each block if the stub may answer from it at this moment. Only an
-answer with nothing but outputs is remembered. Blocks that the model keeps or releases, remarks and states change
-something here, or differ from answer to answer.
-
 The work channel is a socket, or memory (`ipc/slots`) from `use` on. What watches its descriptor asks `is_ready` before
 it reads: a stub may ring the bell of a channel in memory for nothing.
 
@@ -42,12 +34,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moonpool.ipc.channel import Channel
-from moonpool.ipc.codec import encode
 from moonpool.ipc.conversation import Conversation, Overflow
 from moonpool.ipc.errors import CudaUnavailable, PeerGone, RemoteProtocolError
 from moonpool.ipc.memo import Memo
@@ -61,7 +52,6 @@ from moonpool.ipc.messages import (
     OPEN,
     ORDINARY_MEMORY,
     RESCHEDULED,
-    WORK,
     Kind,
     Side,
 )
@@ -75,7 +65,7 @@ from moonpool.runtime.model.request import AGAIN, LATER, Answer, Details, Infere
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.answers import AnswerReader, Replies
 from moonpool.runtime.stubs.borrowed_blocks import BorrowedBlocks, hand_back, place
-from moonpool.runtime.stubs.layout import NOTHING, AnswerLayout, RequestLayout, lay_out
+from moonpool.runtime.stubs.layout import NOTHING, RequestLayout, lay_out
 from moonpool.runtime.stubs.regions import CallerMemory
 
 if TYPE_CHECKING:
@@ -86,29 +76,11 @@ if TYPE_CHECKING:
 _EXECUTE = int(Kind.EXECUTE)
 # Only layouts of small batches are remembered, so that they cannot take much memory.
 _MEMORABLE_REQUESTS = 128
-_MEMORABLE_BYTES = 4096
 _NO_BLOCK = [0, 0, 0]
-_ANSWER = int(Kind.ANSWER)
-# An answer begins so, before the number of its batch.
-_ANSWER_HEAD = encode(_ANSWER, *WORK[Kind.ANSWER].fields)[:2]
-# Answers up to this size are known again by their bytes.
-_KNOWN_BYTES = 2048
 _NOWHERE: Mapping[tuple[int, int], tuple[int, int]] = {}
-# A batch up to this size is copied with the interpreter's lock held, which takes a quarter of numpy's time.
-_SMALL = 16 << 10
 
 Place = tuple[int, int]
 _DEFERRALS: dict[int, Answer] = {OPEN: LATER, RESCHEDULED: AGAIN}
-
-
-class KnownAnswer(NamedTuple):
-    """An answer that had only outputs: one layout, in blocks that had the sizes for it."""
-
-    # The number of responses.
-    responses: int
-    layout: AnswerLayout
-    # Region, offset and size of each.
-    blocks: list[list[int]]
 
 
 class Link(Overflow):
@@ -155,8 +127,6 @@ class Link(Overflow):
         self._given_back: deque[Place] = deque()
         # True once the runtime ends the process: that has had its time, whether or not it took the batch.
         self.is_given_up = False
-        # The rest of answers that were read, behind the number of the batch, by their bytes.
-        self._known_answers: Memo[bytes, KnownAnswer] = Memo(64)
         # Rows of EXECUTE: where outputs of the batch go.
         self._targets: list[list[int]] = []
         self._answers = answers
@@ -337,21 +307,12 @@ class Link(Overflow):
         if not size_bytes:  # an empty block in a region that exists
             return [self.borrowed_blocks.first.id, 0, 0]
         block = self.borrowed_blocks.allocate(size_bytes)
-        region, start = block.region, block.offset
-        buffer = region.buffer
-        is_large = buffer is None or size_bytes > _SMALL
         for i, number, offset, end in layout.copies:
             array = requests[i].arrays[number]
             if array.nbytes != end - offset:
                 raise InvalidRequest("an input was resized after its request was made")
-            if buffer is None or is_large:
-                region.write(start + offset, array)
-                continue
-            try:
-                buffer[start + offset : start + end] = array
-            except ValueError:  # it is not contiguous
-                region.write(start + offset, array)
-        return [region.id, start, size_bytes]
+            block.region.write(block.offset + offset, array)
+        return [block.region.id, block.offset, size_bytes]
 
     def _find_shared(
         self, requests: Sequence[InferenceRequest], blocks: list[list[int]]
@@ -410,31 +371,11 @@ class Link(Overflow):
         return self._finish(requests) if answers is None else answers
 
     def _finish(self, requests: Sequence[InferenceRequest]) -> list[Answer]:
-        conversation, head = self.conversation, self._head()
         try:
-            packet = conversation.channel.receive()
+            message = self.conversation.receive()
         except PeerGone as gone:
             gone.was_taken = gone.was_taken or self.is_given_up
             raise
-        known = None
-        if packet.startswith(head) and self.lanes is None:
-            known = self._known_answers.get(_rest(packet, len(head)))
-        if known is None or known.responses != len(requests):
-            return self._read(packet, requests)
-        conversation.accept_known(_ANSWER)
-        leases = [self.open(*block) for block in known.blocks]
-        answers = self._reader.answers(requests, known.layout, leases)
-        self.replies.answered(None)
-        self.borrowed_blocks.end_batch(())
-        return answers
-
-    def _head(self) -> bytes:
-        """Return the beginning of the answer to the batch, up to the number."""
-        return _ANSWER_HEAD + encode(self.port.batch)[1:]
-
-    def _read(self, packet: bytes, requests: Sequence[InferenceRequest]) -> list[Answer]:
-        """Read an answer whose bytes are new. If there is nothing but outputs in it, they are known the next time."""
-        message = self.conversation.accept(packet)
         _, batch, _, held, released, blocks, packed, remarks, states = message
         if self.lanes is not None:
             self.lanes.receive()
@@ -450,25 +391,19 @@ class Link(Overflow):
         reader.check_blocks(layout, blocks)
         leases = [self.open(*block) for block in blocks]
         reader.check(layout, leases)
-        if remarks is None:
-            answers = reader.answers(requests, layout, leases)
-        elif len(remarks) != count:
+        remarks = [None] * count if remarks is None else remarks
+        if len(remarks) != count:
             raise RemoteProtocolError(f"{len(remarks)} remarks on {count} responses")
-        else:
-            answers = [
-                reader.outcome(request, outputs, remark, leases)
-                for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
-            ]
+        answers: list[Answer] = [
+            reader.outcome(request, outputs, remark, leases)
+            for request, outputs, remark in zip(requests, layout.responses, remarks, strict=True)
+        ]
         if states is not None:
             answers = _deferred(answers, states)
         self.replies.answered(states)
         self.borrowed_blocks.end_batch(held)
         if released:
             self.borrowed_blocks.take_back(released)
-        if not (held or released or remarks or states) and packet.startswith(head := self._head()):
-            rest = _rest(packet, len(head))
-            if 0 < len(rest) <= _KNOWN_BYTES:
-                self._known_answers.keep(rest, KnownAnswer(count, layout, blocks))
         return answers
 
     def response(self, row: list[Any]) -> tuple[InferenceRequest, Outcome | None, int]:
@@ -481,14 +416,6 @@ class Link(Overflow):
         request = self.replies.find(batch, index, is_last=flags != 0)
         if is_plain and request.allocator is None:
             return request, self.port.apart(request), flags
-        layout = self._reader.known(packed) if remark is None and len(blocks) == 1 else None
-        if layout is not None and self.lanes is None:
-            # As below, in a straight line: a response like an earlier one, with nothing but outputs in one block.
-            lease = self._answer_lease(*blocks[0])
-            if lease.size < layout.least_bytes[0]:
-                raise RemoteProtocolError(layout.fault([lease.size]))
-            answers: Sequence[Any] = self._reader.answers((request,), layout, (lease,))
-            return request, answers[0], flags
         if self.lanes is not None:
             self.lanes.receive()
             hand_back([request], self.borrowed_blocks)
@@ -578,14 +505,6 @@ class Link(Overflow):
         self._make_lanes = None
         if self.lanes is not None:
             self.lanes.close()
-
-
-def _rest(packet: bytes, at: int) -> bytes:
-    """Return the packet behind the core of its sender, which stands at that place; nothing if the core is not packed as
-    it should be.
-    """
-    # Only one byte with a small number may differ between answers that are known by the same bytes.
-    return packet[at + 1 :] if packet[at : at + 1] <= b"\x7f" else b""
 
 
 def _deferred(answers: list[Answer], states: Sequence[int]) -> list[Answer]:

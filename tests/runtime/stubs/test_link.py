@@ -84,16 +84,6 @@ def test_an_answer_whose_bytes_came_before_has_what_the_peer_wrote_this_time(pai
         assert [*pair.link.released] == [(first[0], first[1])]
 
 
-def test_the_bytes_of_few_answers_are_remembered(pair: Pair) -> None:
-    for batch in range(600):
-        requests = pair.execute([1])
-        block = pair.peer.place([batch])
-        pair.peer.answer([block], [[y(1)]])
-        (outputs,) = pair.finish(requests)
-        assert outputs["Y"].tolist() == [batch]
-    assert len(pair.link._known_answers) <= 64
-
-
 # Memory that is given back
 
 
