@@ -404,6 +404,9 @@ cdef class Spec:
         cdef Wanted wanted
         cdef int64_t size, dim
         cdef size_t i, k, at = 0, count
+        shapes._rows.reserve(self._inputs.size())
+        shapes._dims.reserve(dims.size())
+        key.reserve(dims.size() + 2 * self._inputs.size())
         for i in range(self._inputs.size()):
             wanted = self._inputs[i]
             size = kItemBytes[wanted.datatype]

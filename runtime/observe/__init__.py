@@ -2,4 +2,4 @@
 
 from moonpool.ipc.extension import use_compiled
 
-use_compiled(__name__, "statistics")
+use_compiled(__name__, "distributions", "statistics")

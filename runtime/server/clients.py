@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.usage import part_of_memory
-from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.meter import Meter
 
 _log = RuntimeLog("moonpool")
 _LOG_S = 1.0

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 from moonpool.runtime.server import clients
 from moonpool.runtime.server.clients import Admission, AllClients, Clients
-from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.meter import Meter
 
 TOGETHER = pytest.mark.promise(
     "What the server bears, and whom it answers like",

@@ -1,6 +1,8 @@
 # The types of RPCs, for the compiled form of `call.py`.
 cimport cython
 
+from moonpool.runtime.server._meter cimport Meter as MeterType
+
 
 cdef class GrpcCall:
     cdef object __weakref__
@@ -11,12 +13,14 @@ cdef class GrpcCall:
 
     cdef begin(self, OpenCalls calls, method, metadata, timeout_s)
     cpdef _put(self, message, status, sent)
+    @cython.locals(meter=MeterType)
     cdef _end(self, code)
 
 
 cdef class OpenCalls:
     cdef object __weakref__
-    cdef public object loop, meter
+    cdef public object loop
+    cdef public MeterType meter
     cdef public set open
     cdef object _methods, _restriction, _emptied
     cdef Py_ssize_t _most

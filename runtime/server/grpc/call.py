@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import OK, Status, status_of
-from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.meter import Meter
 from moonpool.runtime.server.restriction import GRPC_PREFIX, Restriction
 
 _running_loop = asyncio._get_running_loop

@@ -185,7 +185,7 @@ class GrpcInferCall(calls.InferCall):
     plan: GrpcRequestPlan
 
     def __init__(self, inference: GrpcInference, call: GrpcCall) -> None:
-        self.belong(inference)
+        calls.InferCall.belong(self, inference)
         self._call = call
         self._message: InferMessage = None  # type: ignore[assignment]
 

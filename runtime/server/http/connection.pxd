@@ -1,6 +1,7 @@
 # The types of connections over HTTP, for the compiled form of `connection.py`.
 cimport cython
 
+from moonpool.runtime.server._meter cimport Meter as MeterType
 from moonpool.runtime.server.http._head cimport Head as HeadType, Heads as HeadsType
 
 
@@ -61,7 +62,8 @@ cdef _add_lines(list pieces, tuple headers)
 
 cdef class HttpPort:
     cdef object __weakref__
-    cdef public object loop, watches, writing, handler, limits, clients, meter, buffer
+    cdef public object loop, watches, writing, handler, limits, clients, buffer
+    cdef public MeterType meter
     cdef public HeadsType heads
     cdef public double handshake_timeout_s, now
     cdef public Py_ssize_t awaited_bytes

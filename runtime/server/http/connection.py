@@ -59,7 +59,7 @@ from moonpool.runtime.server.clients import Admission, AllClients, Clients, reli
 from moonpool.runtime.server.http.body import Chunked, Fixed, memory_of, over_input_size, too_large
 from moonpool.runtime.server.http.head import JSON, BadHttpMessage, Body, Head, Headers, HeadParser, Heads, Part
 from moonpool.runtime.server.http.options import HttpLimits
-from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.meter import Meter
 
 _log = RuntimeLog("moonpool")
 # Joining small parts costs less than handing them over one by one.

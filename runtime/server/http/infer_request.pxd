@@ -5,7 +5,7 @@ cimport moonpool.runtime.server.inference._request as requests
 from moonpool.runtime.server.inference._request cimport RequestPlan as PlanType
 
 # Found without a look into the module's dictionary.
-cdef object InputPlan, UINT64, _BINARY, _MISSING, _VALUES, scan
+cdef object InputPlan, UINT64, _BINARY, _BINARY_ALONE, _MISSING, _VALUES, scan
 
 
 @cython.final

@@ -41,6 +41,8 @@ scan: Callable[[bytes], Any] | None = None if _extension is None else _extension
 _MOST_ELEMENTS = 65_536
 # Parameters that the protocol itself uses. The model does not get them.
 _OWN = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"})
+# What binary requests have, mostly.
+_BINARY_ALONE = ["binary_data_output"]
 _RESERVED = "triton_"
 
 
@@ -313,7 +315,7 @@ def request_details(request_id: str, parameters: dict[str, Any], trace_context: 
     `sequence_id` (a number or a text), `sequence_start`, `sequence_end`, `priority` and `timeout` (µs in the queue)
     mean what they mean in Triton. The model gets the others.
     """
-    if not parameters:
+    if not parameters or [*parameters] == _BINARY_ALONE:
         return details_of(request_id, 0, 0, 0, 0, None, trace_context)
     flags = 0
     if _flag(parameters, "sequence_start"):

@@ -146,7 +146,7 @@ class HttpInferCall(call.InferCall):
     plan: HttpRequestPlan
 
     def __init__(self, inference: HttpInference, exchange: HttpExchange, target: InferTarget, hosted: Hosted) -> None:
-        self.belong(inference)
+        call.InferCall.belong(self, inference)
         self.hosted = hosted
         self._exchange = exchange
         self._target = target

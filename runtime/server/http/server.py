@@ -15,7 +15,7 @@ from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.listening import CannotListen, bound_sockets
-from moonpool.runtime.server.metrics import Meter
+from moonpool.runtime.server.meter import Meter
 from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service

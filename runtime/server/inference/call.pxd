@@ -18,7 +18,7 @@ cdef class InferCall(event_loop.LoopWaiter):
     cdef public RequestType _request
     cdef public bint _is_over
 
-    cdef belong(self, Inference inference)
+    cpdef belong(self, Inference inference)
     cpdef settle(self, outcome)
     cdef bint _takes_long(self, response) except -1
     cpdef is_settled(self)

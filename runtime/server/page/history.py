@@ -23,7 +23,7 @@ from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
 from moonpool.runtime.openai.pieces import NO_PIECES, PieceCounts
 from moonpool.runtime.process.threads import start_thread
-from moonpool.runtime.server.metrics import NO_REQUESTS, ClientCounts
+from moonpool.runtime.server.meter import NO_REQUESTS, ClientCounts
 from moonpool.runtime.server.page.adviser import Adviser
 
 # Returns the counts of the pieces of a model; None if there are none.

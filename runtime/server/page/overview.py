@@ -20,7 +20,7 @@ from moonpool.runtime.model.config.ensembles import EnsembleScheduling
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.openai.conventions import endpoints_of
 from moonpool.runtime.process.usage import usage_of
-from moonpool.runtime.server.metrics import ClientCounts
+from moonpool.runtime.server.meter import ClientCounts
 from moonpool.runtime.server.page.history import History, Pieces, no_pieces
 from moonpool.runtime.version import VERSION
 

@@ -19,7 +19,7 @@ import moonpool
 from moonpool.runtime.cli.top import overview_lines
 from moonpool.runtime.observe import another_instance
 from moonpool.runtime.process.usage import Reading, usage_of
-from moonpool.runtime.server.metrics import ClientRequests
+from moonpool.runtime.server.meter import ClientRequests
 from moonpool.runtime.server.page.adviser import Adviser
 from moonpool.runtime.server.page.history import History
 from moonpool.runtime.server.page.overview import Overview

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.runtime.cli.top import _table
 from moonpool.runtime.process.usage import usage_of
-from moonpool.runtime.server.metrics import ClientRequests
+from moonpool.runtime.server.meter import ClientRequests
 from moonpool.runtime.server.openai.meter import ModelCounts
 from moonpool.runtime.server.page.history import SAMPLES, History
 from moonpool.runtime.server.page.overview import Overview

@@ -14,7 +14,7 @@ from tests.server.page.models import write
 
 import moonpool
 from moonpool.runtime.cli.top import overview_lines
-from moonpool.runtime.server.metrics import ClientRequests
+from moonpool.runtime.server.meter import ClientRequests
 from moonpool.runtime.server.page.overview import Overview
 
 pytestmark = pytest.mark.promise("The overview", "`moonpool top` keeps a terminal up …")
