@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -153,4 +154,26 @@ def test_the_children_of_a_forked_process_end_with_it(handshake: ForkHandshake, 
     # The end of file shows that the last process with the pipe has ended.
     assert os.read(read_fd, 1) == b""
     os.close(read_fd)
+    process.close()
+
+
+def test_before_linux_6_9_no_group_is_killed_by_a_number_that_may_be_another_s(
+    handshake: ForkHandshake, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pidfd_send_signal, killed = signal.pidfd_send_signal, []
+
+    def without_groups(pidfd: int, number: int, info: None = None, flags: int = 0) -> None:
+        if flags:
+            raise OSError(errno.EINVAL, "no such flag")
+        pidfd_send_signal(pidfd, number, info, flags)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", without_groups)
+    monkeypatch.setattr(os, "killpg", lambda *group: killed.append(group))
+    child(LEADS_AND_SPEAKS)
+    process = ForkedProcess(*handshake.wait(os.getpid(), PATIENCE_S), lambda _: 5)
+
+    process.kill()
+
+    assert process.wait(PATIENCE_S) == 5
+    assert killed == []
     process.close()
