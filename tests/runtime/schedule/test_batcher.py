@@ -390,3 +390,9 @@ def test_deadlines_of_requests_that_were_served_do_not_pile_up() -> None:
         queue.remove(passing)
     assert len(queue._deadlines) < 100
     assert form(queue, 10**9, 0).expired == [first]
+
+
+def test_requests_whose_time_ends_together_expire_in_the_order_in_which_they_came() -> None:
+    made = [Asked(str(number)) for number in range(20)]
+    queue = queue_of(8, batching(default_policy=policy(timeout_us=1)), *reversed(made))
+    assert form(queue, 10 * US, 0).expired == made[::-1]
