@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moonpool.ipc import region as regions
 from moonpool.ipc.errors import Closed, OutOfMemory
 from moonpool.ipc.region import SharedRegion
 from moonpool.runtime.stubs.allotment import Allotment, ModelMemory
@@ -60,6 +61,19 @@ def test_a_region_that_came_back_is_given_again_empty_and_under_another_number(m
     assert pages_of(again.fd) == 2 * MiB
     assert memory.given_bytes == 2 * MiB
     again.close()
+
+
+def test_a_region_that_came_back_is_not_given_where_memory_is_short(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = make(8 * MiB)
+    memory.retire(memory.region(0, 2 * MiB))
+    with monkeypatch.context() as patch:
+        patch.setattr(regions, "headroom_bytes", lambda: MiB)
+        with pytest.raises(OutOfMemory, match="1048576 bytes are left"):
+            memory.region(0, 2 * MiB)
+    memory.region(0, 2 * MiB).close()
+    assert memory.given_bytes == 2 * MiB
 
 
 def test_returned_memory_is_emptied_though_the_process_has_kept_it(make: Make) -> None:
