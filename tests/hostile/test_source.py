@@ -35,13 +35,15 @@ def test_a_run_finds_nothing_of_the_one_before() -> None:
     value(
         "import builtins, os, sys, types\n"
         "builtins.mark = secret; os.environ['MARK'] = secret; sys.modules['mark'] = types.ModuleType('mark')\n"
-        "open('file', 'w').write(secret); os.makedirs('out/' + 'd/' * 200); os.makedirs('closed'); os.chmod('closed', 0)\n"
+        "open('file', 'w').write(secret); os.makedirs('out/' + 'd/' * 200)\n"
+        "os.makedirs('closed'); os.chmod('closed', 0)\n"
         "open('/dev/shm/file', 'w').write(secret); os.chmod('.', 0); print(secret)",
         secret=SECRET,
     )
     left = value(
         "import builtins, os, sys\n"
-        "[hasattr(builtins, 'mark'), 'MARK' in os.environ, 'mark' in sys.modules, os.listdir('.'), os.listdir('/dev/shm')]"
+        "marked = [hasattr(builtins, 'mark'), 'MARK' in os.environ, 'mark' in sys.modules]\n"
+        "[*marked, os.listdir('.'), os.listdir('/dev/shm')]"
     )
 
     assert left == [False, False, False, ["out"], []]
@@ -124,7 +126,8 @@ def test_a_run_has_three_descriptors_of_others() -> None:
         "for fd in range(300):\n"
         "    try: mode = os.fstat(fd).st_mode\n"
         "    except OSError: continue\n"
-        "    found.append('socket' if stat.S_ISSOCK(mode) else 'pipe' if stat.S_ISFIFO(mode) else oct(stat.S_IFMT(mode)))\n"
+        "    kind = 'socket' if stat.S_ISSOCK(mode) else 'pipe' if stat.S_ISFIFO(mode) else oct(stat.S_IFMT(mode))\n"
+        "    found.append(kind)\n"
         "found"
     )
 
