@@ -41,6 +41,10 @@ def signal_to(pid):
     os.kill(pid, 0)
 
 
+def signal_number(pid, number):
+    os.kill(pid, number)
+
+
 def signal_to_group(pid):
     os.killpg(os.getpgid(pid), 0)
 
