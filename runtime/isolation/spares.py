@@ -290,10 +290,10 @@ class Spares:
 
     @property
     def waiting(self) -> list[int]:
-        """The processes that wait for a model, or are in the making."""
+        """The processes that wait for a model."""
         with self._lock:
             spares = [each for spares in self._spares.values() for each in spares]
-        return [pid for each in spares if each.is_alive and (pid := each.pid) is not None]
+        return [each.process.pid for each in spares if each.process is not None and each.is_ready and each.is_alive]
 
     # End
 
@@ -339,9 +339,9 @@ class _Spare:
         return process is None or _is_running(process.pidfd)
 
     @property
-    def pid(self) -> int | None:
-        process = self.process
-        return None if process is None else process.pid
+    def is_ready(self) -> bool:
+        """True once it may be taken."""
+        return bool(self._stamp)
 
     def begin(self) -> str:
         """Start the process, and wait until it is ready. Returns why it is no good, or "".

@@ -521,7 +521,7 @@ def test_a_load_waits_for_the_spare_in_the_making(
 ) -> None:
     monkeypatch.setattr(spares, "SETTLE_S", 0.0)
     with loaded(runtime, file, "spare"):
-        wait_until(lambda: pool_of(runtime).waiting)
+        wait_until(lambda: pool_of(runtime).is_making)
         runtime.load("n", file, config=config())
         assert ways(runtime)["spare"] == 2
     runtime.unload("n")
