@@ -28,6 +28,7 @@ from moonpool.runtime.model.config.templates import read_fill
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.repository.cloud_address import is_address
 from moonpool.runtime.repository.grants import Grants, as_argument, as_flag, asks, paste, quoted_name
+from moonpool.runtime.repository.hub_model import as_text
 from moonpool.runtime.repository.loading import HostingRules, Wanted, describe, place
 from moonpool.runtime.repository.repository import ModelDirectory, suggesting
 from moonpool.runtime.runtime import Runtime
@@ -37,7 +38,8 @@ DESCRIPTION = """\
 Check each model of a repository: read its configuration, import it in its own environment, start its
 instances and end them again. All mistakes that the files of a model show are listed at once. Each finding is one line:
 
-  LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error; step is a step of an ensemble)
+  LEVEL: MODEL: FILE:LINE: text      (LEVEL is ok, warning or error; step is a step of an ensemble, or a part of a
+                                      model of the Hub)
 
 Exits with 1 if there is an error, or with --strict a warning.
 """
@@ -48,6 +50,7 @@ examples:
   moonpool check models --as-cpu             # on a machine without GPUs
   moonpool check models --allow-missing      # on a machine that lacks GPUs, processors, environments or packages
   moonpool check models --fill max_batch_size=8 --fill dtype=FP32      # models that are templates
+  moonpool check hf://owner/model --sandbox strict       # what it would like to do, before any of it runs
   moonpool check models --sandbox strict     # as `moonpool serve --sandbox strict` would load them, and what to grant
 """
 
@@ -166,6 +169,7 @@ class _Check:
     def findings(self) -> Iterator[Finding]:
         """Yield all mistakes that the files show. If the model can be loaded, yield why a load fails, or `ok`."""
         rules = self._registry.rules
+        yield from self._of_hub()
         found, can_load = self._of_files()
         yield from found
         try:
@@ -177,6 +181,22 @@ class _Check:
                 found.append(finding)
         finally:
             self._registry.rules = rules
+
+    def _of_hub(self) -> Iterator[Finding]:
+        """Yield what a repository of the Hub is and would like to do, before any of it is copied."""
+        try:
+            model = self._registry.repositories.describe(self._name, self._registry.rules.said_of(Wanted(self._name)))
+        except MoonpoolError:
+            return  # which `_of_files` finds, too
+        if model is None:
+            return
+        yield Finding("step", self._name, "", as_text(model))
+        for file in model.files:
+            yield Finding("step", self._name, "", f"{file.path}, {file.size_bytes:,} bytes")
+        for line in model.config.splitlines():
+            yield Finding("step", self._name, "", line)
+        for text in model.remarks:
+            yield Finding("warning", self._name, "", text)
 
     def _of_files(self) -> tuple[list[Finding], bool]:
         """Return what the files show, and True if the model can be loaded."""

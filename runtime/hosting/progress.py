@@ -17,8 +17,10 @@ from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.model.states import InstanceState, ModelState
 from moonpool.runtime.process.terminal import Terminal, harmless
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.repository.cloud_copies import WATCHERS
 
 _TICK_S = 0.1
+_BAR = 20
 
 
 class Progress:
@@ -41,6 +43,20 @@ class Progress:
         self._instances: dict[str, float] = {}
         self._status = ""
         self._ticker: threading.Thread | None = None
+        # Models that are copied from afar: the bytes that are there, and all bytes.
+        self._copies: dict[str, tuple[int, int]] = {}
+        WATCHERS.add(self)
+
+    def copying(self, what: str, copied_bytes: int, all_bytes: int) -> None:
+        """Show how far the copy of a model is. At its end, both numbers are 0."""
+        if not self._terminal.is_terminal:
+            return
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            if all_bytes:
+                self._copies[what] = copied_bytes, all_bytes
+            else:
+                self._copies.pop(what, None)
+            self._draw()
 
     def __call__(self, subject: str, state: str, because: str) -> None:
         """Show that `subject` is in `state` now, `because` of this."""
@@ -87,7 +103,11 @@ class Progress:
             self._instances.pop(subject, None)
 
     def _waiting(self) -> str:
-        """Return the last line: the instances that start, or the models that have none yet."""
+        """Return the last line: the model that is copied, the instances that start, or the models that have none
+        yet.
+        """
+        if self._copies:
+            return self._bar(*next(iter(self._copies.items())))
         if not (self._instances or self._models):
             return ""
         word = "starting" if self._instances else "loading"
@@ -100,6 +120,12 @@ class Progress:
         if len(names) > room:
             names = names[: max(0, room - 1)] + "…"
         return names + end
+
+    def _bar(self, what: str, sizes: tuple[int, int]) -> str:
+        copied_bytes, all_bytes = sizes
+        full = min(_BAR, _BAR * copied_bytes // all_bytes)
+        end = f" [{'#' * full}{'.' * (_BAR - full)}] {copied_bytes / 1e6:,.1f} of {all_bytes / 1e6:,.1f} MB"
+        return harmless(what)[: max(0, self._terminal.width - len(end) - 1)] + end
 
     def _say(self, text: str) -> None:
         if self._status:

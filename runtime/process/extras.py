@@ -8,7 +8,7 @@ import sys
 # The same as `optional-dependencies` in pyproject.toml. Advice names the packages and not `moonpool[serve]`, because
 # pip would look for moonpool on the index, and it may have been installed in another way.
 EXTRAS = {
-    "cloud": ("adlfs>=2024.7", "gcsfs>=2024.6", "huggingface_hub>=0.24", "s3fs>=2024.6"),
+    "cloud": ("adlfs>=2024.7", "gcsfs>=2024.6", "huggingface_hub>=1", "s3fs>=2024.6"),
     "completion": ("argcomplete>=3.5",),
     "environments": ("uv>=0.5",),
     "grpc": ("grpcio>=1.60",),

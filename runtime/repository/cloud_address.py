@@ -93,6 +93,11 @@ def is_address(path: object) -> bool:
     return isinstance(path, str) and re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
 
 
+def is_hub_root(path: str) -> bool:
+    """Return True for the address of a whole model on the Hugging Face Hub: no folder in it, no data set, no space."""
+    return re.fullmatch(r"hf://(?!datasets/|spaces/)[\w.-]+/[\w.-]+(@[\w.%-]+)?/?", path) is not None
+
+
 def read_address(url: str, environment: Mapping[str, str]) -> CloudAddress:
     """Read the address of a repository, and find its credentials. Raises `RepositoryError`."""
     scheme, _, rest = url.partition("://")

@@ -11,7 +11,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.extras import how_to_install
@@ -62,6 +62,24 @@ class CloudListing(NamedTuple):
         return sum(file.size_bytes for file in self.files)
 
 
+class Store(Protocol):
+    """The files of models, as `CloudCopies` lists and reads them. `url` is for logs and errors."""
+
+    url: str
+
+    def models(self, stop: threading.Event) -> list[str]: ...
+
+    def listing(self, name: str, stop: threading.Event) -> CloudListing: ...
+
+    def read(
+        self, name: str, file: CloudFile, write: Callable[[bytes], object], stop: threading.Event, start: int = 0
+    ) -> bool: ...
+
+    def sha256(self, file: CloudFile) -> str | None: ...
+
+    def close(self) -> None: ...
+
+
 class CloudStore:
     """The files below one address. Any thread may call any method; all of them wait for the network."""
 
@@ -100,21 +118,30 @@ class CloudStore:
             raise RepositoryError(f"no model '{name}' in the repository {self.url}", "NOT_FOUND")
         return listing
 
-    def read(self, name: str, file: CloudFile, write: Callable[[bytes], object], stop: threading.Event) -> bool:
-        """Read a file piece by piece. Returns False if it is not what it was listed as. Raises `RepositoryError`."""
+    def read(
+        self, name: str, file: CloudFile, write: Callable[[bytes], object], stop: threading.Event, start: int = 0
+    ) -> bool:
+        """Read a file from the byte `start` on, piece by piece. Returns False if it is not what it was listed as.
+
+        Raises `RepositoryError`.
+        """
         url, path = f"{self.url}/{name}/{file.path}", f"{self._path}/{name}/{file.path}"
-        for start in range(0, file.size_bytes, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, file.size_bytes)
+        for begin in range(start, file.size_bytes, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, file.size_bytes)
             try:
-                piece = self._ask("cat_file", url, stop, path, start=start, end=end)
+                piece = self._ask("cat_file", url, stop, path, start=begin, end=end)
             except RepositoryError as error:
                 if error.code == "NOT_FOUND":
                     return False
                 raise
-            if len(piece) != end - start:
+            if len(piece) != end - begin:
                 return False
             write(piece)
         return True
+
+    def sha256(self, file: CloudFile) -> str | None:  # noqa: ARG002 - as of a store that knows it
+        """Return the hash that a file's content must have; None for a store that does not say it."""
+        return None
 
     def _ask(self, method: str, url: str, stop: threading.Event, *arguments: Any, **options: Any) -> Any:
         """Ask the file system, again if that may help, until `stop` is set."""

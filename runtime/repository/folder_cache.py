@@ -145,7 +145,7 @@ class FolderCache:
                 continue  # another process has removed it meanwhile
             if not path.is_dir():
                 continue
-            using = _lock_now(lock)
+            using = lock_now(lock)
             found.append(CachedFolder(path, used_s, using is None))
             if using is not None:
                 os.close(using)
@@ -171,7 +171,7 @@ class FolderCache:
     def _remove(self, lock: Path, older_than_s: float) -> bool:
         # Neither lock is waited for: a folder that is used or made now is not removed. The files of both locks go last,
         # while the locks are held. A process that has one of them open then finds by its inode that it is removed.
-        using = _lock_now(lock)
+        using = lock_now(lock)
         if using is None:
             return False
         making = None
@@ -179,7 +179,7 @@ class FolderCache:
             if time.time() - os.fstat(using).st_mtime < older_than_s:
                 return False
             marker = lock.with_suffix(".making")
-            making = _lock_now(marker)
+            making = lock_now(marker)
             if making is None:
                 return False
             self._discard(self.root / lock.stem)
@@ -259,7 +259,7 @@ class FolderCache:
             raise self.refusal(f"the cache {folder} must belong to this user, and no other user may write to it")
 
 
-def _lock_now(path: Path) -> int | None:
+def lock_now(path: Path) -> int | None:
     """Open a lock file and lock it exclusively; None if it is taken or was just removed. Raises OSError."""
     try:
         return _locked(path, fcntl.LOCK_EX)

@@ -22,7 +22,15 @@ from moonpool.ipc.policy import LEVELS, is_contained
 from moonpool.runtime.errors import LoadFailed, NotGranted
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import InstanceGroup, name_problem
-from moonpool.runtime.model.config.options import CHAT_TEMPLATE, OPTIONS, ModelOptions, hardened, listed, policy_of
+from moonpool.runtime.model.config.options import (
+    CHAT_TEMPLATE,
+    OPTIONS,
+    TASK,
+    ModelOptions,
+    hardened,
+    listed,
+    policy_of,
+)
 from moonpool.runtime.model.config.patterns import fits_any
 from moonpool.runtime.model.config.schema import WrongPart, suggestion, unread
 from moonpool.runtime.process.files import is_within
@@ -504,6 +512,7 @@ HARMLESS = {
     "MOONPOOL_GPU_AS_NUMPY": "its own memory",
     "MOONPOOL_AS_CPU": "no GPU",
     "MOONPOOL_INSTANCES": "no more instances than `instance_group` may have",
+    TASK: "what it is asked for, and nothing that it gets",
     CHAT_TEMPLATE: "a file of its own, unless the path is absolute",
     "MOONPOOL_WAIT_TARGET_MS": "no more instances than `instance_group` may have, which stay for seconds",
 }

@@ -320,7 +320,7 @@ def _prepare(wanted: Wanted, repository: ModelRepositories, locate: Locate, limi
     if wanted.files is not None:
         return _of_files(wanted, changes, locate, limits)
     if isinstance(source, str) and is_address(source):
-        directory = repository.find_at(source)
+        directory = repository.find_at(source, wanted.said)
     elif source is not None and not isinstance(source, str | os.PathLike | Definition):
         raise LoadFailed(_NO_SOURCE.format(name, type(source).__name__), stage="find")
     elif isinstance(source, Definition) or (source is not None and not Path(source).is_dir()):
@@ -337,7 +337,7 @@ def _prepare(wanted: Wanted, repository: ModelRepositories, locate: Locate, limi
     elif not repository:
         raise ModelNotFound(f"model '{name}': the runtime has no repository; give a directory, address, file or class")
     else:
-        directory = repository.find(name)
+        directory = repository.find(name, wanted.said)
     models = _versions(wanted, directory, changes, locate, limits)
     return PreparedModel(models, None, lease=directory.lease)
 
@@ -421,7 +421,7 @@ def _versions(
         folder = directory.version_directory(version)
         # The backend knows which files a version must have.
         file = shared or folder / config.default_model_filename
-        where = ModelSource("triton", file, None, folder, folder)
+        where = ModelSource("triton", file, None, folder, folder) if shared is None else of_file(shared)
         if config.backend == PYTHON_BACKEND and versions:
             with part():
                 where = of_file(directory.model_file(version, config.default_model_filename))

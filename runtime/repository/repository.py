@@ -17,10 +17,11 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.model.config import pbtxt
 from moonpool.runtime.model.config.limits import ConfigLimits
 from moonpool.runtime.model.config.model import (
@@ -39,11 +40,15 @@ from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.model.config.templates import Fill
 from moonpool.runtime.model.source import split_name
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
-from moonpool.runtime.repository.cloud_address import is_address
+from moonpool.runtime.repository.cloud_address import is_address, is_hub_root, read_address
 from moonpool.runtime.repository.cloud_copies import CloudCopies
-from moonpool.runtime.repository.folder_cache import FolderLease
+from moonpool.runtime.repository.folder_cache import FolderLease, cache_root
+from moonpool.runtime.repository.hub_model import HubFiles, HubModel, as_text, described, is_model, read_grants
+from moonpool.runtime.repository.hub_store import HubStore
 
 __all__ = ["ModelDirectory", "ModelRepository", "NoVersion", "RepositoryError", "is_version"]
+
+_log = RuntimeLog("moonpool")
 
 CONFIG_FILENAME = "config.pbtxt"
 # The folder of a model with configurations of other names.
@@ -144,6 +149,61 @@ class CloudRepository:
         self._copies.close()
 
 
+class HubRepository:
+    """A model on the Hugging Face Hub, as a repository with that one model. Any thread may call any method.
+
+    Its revision is resolved to a commit once. So a poll does not follow a branch.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raise `RepositoryError` for an address that cannot be read, or without the package for it."""
+        address = read_address(url, os.environ)
+        self.path = address.url
+        repo = address.path.partition("@")[0]
+        self.name = repo.rpartition("/")[2]
+        self.secrets = address.secrets
+        self.store = HubStore(address, cache_root() / "hub")
+        self._copies = CloudCopies(f"hf://{repo}", os.environ, store=self.store)
+        self._told: set[str] = set()
+
+    @property
+    def is_model(self) -> bool:
+        """Return True if there is one model at the address, and no folder of models. Raises `RepositoryError`."""
+        _, listing = self.store.find(self._copies.stop)
+        return is_model(listing)
+
+    def models(self) -> list[str]:
+        """Return the name of the model."""
+        return [self.name]
+
+    def describe(self, said: Mapping[str, str]) -> HubModel:
+        """Return what the repository is with these options of the operator. Raises `RepositoryError`."""
+        return described(self.store, read_grants(said), self._copies.stop)
+
+    def find(self, name: str, said: Mapping[str, str] | None = None) -> ModelDirectory:
+        """Return a copy of the model. Raises `RepositoryError`, with NOT_FOUND for another name."""
+        if name != self.name:
+            raise RepositoryError(f"no model '{name}' at {self.path}, which is the model '{self.name}'", "NOT_FOUND")
+        if problem := name_problem(name):
+            raise RepositoryError(problem)
+        model = self.describe(said or {})
+        if model.config not in self._told:
+            self._told.add(model.config)
+            _log.info("%s", as_text(model))
+            for remark in model.remarks:
+                _log.warning("%s: %s", model.address, remark)
+        lease = self._copies.of(HubFiles(self.store, model)).acquire(name)
+        return ModelDirectory(lease.path / name, lease)
+
+    def give_up(self) -> None:
+        """Have the copies that are being made now fail soon."""
+        self._copies.give_up()
+
+    def close(self) -> None:
+        """Give copies up that are being made. Those in use stay."""
+        self._copies.give_up()
+
+
 def _copied(copies: CloudCopies, name: str) -> ModelDirectory:
     if problem := name_problem(name):
         raise RepositoryError(problem)
@@ -151,9 +211,13 @@ def _copied(copies: CloudCopies, name: str) -> ModelDirectory:
     return ModelDirectory(lease.path / name, lease)
 
 
-def repository_at(place: str | os.PathLike[str]) -> ModelRepository | CloudRepository:
+def repository_at(place: str | os.PathLike[str]) -> ModelRepository | CloudRepository | HubRepository:
     """Return the repository in a folder or at an address. Raises `RepositoryError`."""
     if isinstance(place, str) and is_address(place):
+        if is_hub_root(place):
+            hub = HubRepository(place)
+            if hub.is_model:
+                return hub
         return CloudRepository(place)
     return ModelRepository(place)
 
@@ -326,10 +390,11 @@ class ModelRepositories:
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         """Raise `RepositoryError` for a path that is no directory, and for an address that cannot be listed."""
         self._repositories = [repository_at(path) for path in paths]
-        clouds = [each for each in self._repositories if isinstance(each, CloudRepository)]
+        clouds = [each for each in self._repositories if not isinstance(each, ModelRepository)]
         self._clouds = clouds
-        # Folders of models at addresses of their own, by address, and the lock for them.
+        # Folders of models at addresses of their own, and models of the Hub, by address, and the lock for them.
         self._apart: dict[str, CloudCopies] = {}
+        self._hub: dict[str, HubRepository] = {}
         self._lock = threading.Lock()
         # The name of the configuration that replaces `config.pbtxt` of each model; "" for none.
         self.config_name = ""
@@ -344,9 +409,9 @@ class ModelRepositories:
         """Patterns of the variables with credentials that were used until now, which no model may see."""
         return tuple({pattern for each in self._places() for pattern in each.secrets})
 
-    def _places(self) -> list[CloudRepository | CloudCopies]:
+    def _places(self) -> list[CloudRepository | CloudCopies | HubRepository]:
         with self._lock:
-            return [*self._clouds, *self._apart.values()]
+            return [*self._clouds, *self._apart.values(), *self._hub.values()]
 
     def give_up(self) -> None:
         """Have the copies of models that are being made now fail soon."""
@@ -358,12 +423,18 @@ class ModelRepositories:
         for each in self._places():
             each.close()
 
-    def find_at(self, address: str) -> ModelDirectory:
+    def find_at(self, address: str, said: Mapping[str, str] | None = None) -> ModelDirectory:
         """Return a copy of the model at an address, such as `s3://bucket/models/m`, as it is now. Waits for the
         network.
 
-        Raises `RepositoryError`, with NOT_FOUND if there is nothing.
+        `said` are the operator's options for it. Raises `RepositoryError`, with NOT_FOUND if there is nothing.
         """
+        if is_hub_root(address):
+            hub = HubRepository(address)
+            with self._lock:
+                # The last one has the commit that the revision is now.
+                self._hub[address] = hub
+            return hub.find(hub.name, said)
         folder, _, name = address.rstrip("/").rpartition("/")
         if folder.endswith((":/", "://")):
             # Not the address itself, which may hold a password.
@@ -400,13 +471,25 @@ class ModelRepositories:
             seen |= names
         return Listing(sorted(seen), repeated, errors)
 
-    def find(self, name: str) -> ModelDirectory:
-        """Return the directory of a model. Raises `RepositoryError`, with NOT_FOUND if there is none."""
+    def describe(self, name: str, said: Mapping[str, str]) -> HubModel | None:
+        """Return what a model of the Hub is, before it is copied; None for a model of another repository. Raises
+        `RepositoryError`.
+        """
+        for each in self._repositories:
+            if isinstance(each, HubRepository) and each.name == name:
+                return each.describe(said)
+        return None
+
+    def find(self, name: str, said: Mapping[str, str] | None = None) -> ModelDirectory:
+        """Return the directory of a model. Raises `RepositoryError`, with NOT_FOUND if there is none.
+
+        `said` are the operator's options for it.
+        """
         found = []
         missing = RepositoryError(f"no model '{name}': there is no repository", "NOT_FOUND")
         for each in self._repositories:
             try:
-                found.append(each.find(name))
+                found.append(each.find(name, said) if isinstance(each, HubRepository) else each.find(name))
             except RepositoryError as error:
                 if error.code != "NOT_FOUND":
                     raise

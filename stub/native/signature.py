@@ -89,7 +89,8 @@ def signature_of(model: Callable[..., object]) -> Signature:
     except (TypeError, ValueError, NameError) as error:
         raise BadHint(f"the signature of {where} cannot be read: {error}") from error
     signature = Signature(where)
-    names = getattr(function, "__globals__", {})
+    # A decorator may have put a function of another module around it, as `torch.inference_mode` does.
+    names = getattr(inspect.unwrap(function), "__globals__", {})  # type: ignore[arg-type]
     for parameter in list(found.parameters.values())[1 if is_class else 0 :]:
         if parameter.kind is parameter.VAR_KEYWORD:
             signature.takes_any = True

@@ -229,6 +229,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _commits(text: str) -> tuple[str, ...]:
+    commits = _names(text)
+    if not commits or not all(re.fullmatch("[0-9a-f]{40}", commit) for commit in commits):
+        raise ValueError("must be whole commits, of 40 digits")
+    return commits
+
+
 YES_NO = OptionKind("yes, no", _choice({"yes": True, "no": False}))
 SANDBOX = OptionKind(", ".join(LEVELS), _choice({level: level for level in LEVELS}))
 TIMEOUT = OptionKind("seconds, none", _or_none(_seconds))
@@ -251,6 +258,8 @@ USUAL_WEIGHT = 100
 WEIGHT = OptionKind("1 to 10000", _weight)
 AS_NUMPY = OptionKind("error, copy", _choice({"error": False, "copy": True}))
 RANGE = OptionKind("range, none", _or_none(_range))
+COMMITS = OptionKind("commits, separated by commas", _commits)
+TASK_NAME = OptionKind("name", str)
 LOG_ERRORS = OptionKind("full, line", _choice({"full": "full", "line": "line"}))
 MILLISECONDS = OptionKind("milliseconds", _milliseconds)
 PREFORK = OptionKind(
@@ -260,6 +269,8 @@ PREFORK = OptionKind(
 
 PREFIX = "MOONPOOL_"
 CHAT_TEMPLATE = "MOONPOOL_CHAT_TEMPLATE"
+# Of a model that is a repository of the Hugging Face Hub.
+TASK, REMOTE_CODE, PICKLED_WEIGHTS = "MOONPOOL_TASK", "MOONPOOL_REMOTE_CODE", "MOONPOOL_PICKLED_WEIGHTS"
 # The memory for states of a model that sets no limit.
 USUAL_STATE_BYTES = 1 << 30
 # The limits of a contained model that sets none.
@@ -322,6 +333,9 @@ class ModelOptions:
     instances: tuple[int, int] | None = None
     wait_target_ms: float = 10.0
     chat_template: str | None = None
+    task: str | None = None
+    remote_code: tuple[str, ...] = ()
+    pickled_weights: tuple[str, ...] = ()
 
     @classmethod
     def from_parameters(cls, config: ModelConfig) -> ModelOptions:
@@ -686,6 +700,24 @@ OPTIONS = (
         FILE,
         "The chat template of a model of Triton's kind with the input `text_input`: a template of Jinja, a"
         " `tokenizer_config.json`, or a folder with both. A relative path is one in the model's folder. See OPENAI.md.",
+    ),
+    Option(
+        TASK,
+        "task",
+        TASK_NAME,
+        "What a model at `hf://owner/model` is served for, in place of what its files say. See STRANGERS.md.",
+    ),
+    Option(
+        REMOTE_CODE,
+        "remote_code",
+        COMMITS,
+        "The commit of a model at `hf://owner/model` whose own code may run, in the model's process. See STRANGERS.md.",
+    ),
+    Option(
+        PICKLED_WEIGHTS,
+        "pickled_weights",
+        COMMITS,
+        "The commit of a model at `hf://owner/model` whose weights may be pickles, read by the model's process. See STRANGERS.md.",
     ),
 )
 

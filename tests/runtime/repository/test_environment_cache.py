@@ -210,7 +210,7 @@ def test_folders_are_listed_while_another_process_removes_them(
     cache.acquire(pack(tmp_path / "one.tar", "one")).release()
     cache.acquire(pack(tmp_path / "two.tar", "two")).release()
     present = sorted(each.path for each in cache.folders())
-    lock_now = folder_cache._lock_now
+    lock_now = folder_cache.lock_now
 
     def remove_first(path: Path) -> int | None:
         if path.stem == present[0].name:
@@ -218,7 +218,7 @@ def test_folders_are_listed_while_another_process_removes_them(
             return None
         return lock_now(path)
 
-    monkeypatch.setattr(folder_cache, "_lock_now", remove_first)
+    monkeypatch.setattr(folder_cache, "lock_now", remove_first)
     assert [each.path for each in cache.folders()] == present
     # Without its lock, the first one is none of the cache's any more.
     assert [each.path for each in cache.folders()] == present[1:]

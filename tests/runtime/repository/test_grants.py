@@ -38,6 +38,8 @@ GRANTS = [
     ("SANDBOX_PATHS", "/data"),
     ("SANDBOX_PORTS", "443"),
     ("SANDBOX_SYSCALLS", "fork"),
+    ("REMOTE_CODE", "a" * 40),
+    ("PICKLED_WEIGHTS", "a" * 40),
     ("SANDBOX_MODELS", "*"),
     ("ENVIRONMENT", "SECRET"),
     ("PREFORK", "imports"),
@@ -147,6 +149,7 @@ FREELY = {
     "MOONPOOL_INSTANCES": "1..999999",
     "MOONPOOL_WAIT_TARGET_MS": "0.000001",
     "MOONPOOL_CHAT_TEMPLATE": "chat_template.jinja",
+    "MOONPOOL_TASK": "text-generation",
 }
 
 

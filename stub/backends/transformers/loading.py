@@ -1,0 +1,103 @@
+"""Loads a model of transformers out of a folder that strangers filled, with every argument said.
+
+Nothing is fetched, no code of the folder runs and no pickle is read, unless the operator granted that: then the
+configuration, which moonpool made, has the parameter. The sandbox contains what goes wrong in spite of this.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before any of these libraries is imported.
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_IMPLICIT_TOKEN="1", TOKENIZERS_PARALLELISM="false"
+)
+# Where code that was granted is copied to. The usual place may be closed, or another model's.
+os.environ["HF_HOME"] = tempfile.gettempdir()
+os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), "modules")
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"models of the Hub need transformers and torch, and there is no {error.name}: install moonpool's extra 'hub'",
+        name=error.name,
+    ) from None
+
+transformers.utils.logging.disable_progress_bar()
+# Tokenizers without a length say 10^30.
+LONGEST = 1 << 20
+USUAL_LENGTH = 512
+
+
+class Folder:
+    """The folder of a model, and what the made configuration grants it."""
+
+    def __init__(self, config: dict) -> None:
+        instance, parameters = config["instance"], config["parameters"]
+        self.path = os.path.join(instance["model_repository"], instance["model_version"])
+        self.is_pickled = "pickled_weights" in parameters
+        self.arguments = {"local_files_only": True, "trust_remote_code": "remote_code" in parameters}
+        is_on_gpu = instance.get("model_instance_kind") == "GPU"
+        self.device = f"cuda:{instance['model_instance_device_id']}" if is_on_gpu else "cpu"
+        self.commit = parameters["commit"]["string_value"]
+
+    def has(self, name: str) -> bool:
+        return os.path.isfile(os.path.join(self.path, name))
+
+    def model(self, kind: type, **more: object) -> torch.nn.Module:
+        """Load the weights, all of which must be in the files. Raises ValueError."""
+        arguments = {
+            **self.arguments,
+            **more,
+            "dtype": "auto",
+            "output_loading_info": True,
+            "use_safetensors": not self.is_pickled,
+            "weights_only": True,
+        }
+        try:
+            found, told = kind.from_pretrained(self.path, attn_implementation="sdpa", **arguments)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            found, told = kind.from_pretrained(self.path, attn_implementation="eager", **arguments)
+        wrong = sorted(told["missing_keys"]) + sorted(str(each[0]) for each in told["mismatched_keys"])
+        if wrong:
+            raise ValueError(
+                f"the files have no fitting weights for {len(wrong)} tensors of {type(found).__name__}, such as "
+                f"{wrong[0]:.200}: the repository says another class or size than its weights are of"
+            )
+        return found.eval().to(self.device)
+
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """Load the tokenizer. Raises what the library raises."""
+        found = transformers.AutoTokenizer.from_pretrained(self.path, **self.arguments)
+        if found.pad_token is None:
+            found.pad_token = found.eos_token or found.unk_token
+        return found
+
+    def batch(self, tokens: transformers.BatchEncoding) -> dict:
+        return {key: value.to(self.device) for key, value in tokens.items() if isinstance(value, torch.Tensor)}
+
+
+def longest(tokenizer: transformers.PreTrainedTokenizerBase, config: transformers.PretrainedConfig) -> int:
+    """Return the most tokens that a model takes."""
+    if 0 < tokenizer.model_max_length <= LONGEST:
+        return int(tokenizer.model_max_length)
+    found = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    # Some models lose two places to the token that pads.
+    return int(found) - 2 if isinstance(found, int) and 2 < found <= LONGEST else USUAL_LENGTH
+
+
+def texts_in(array: object) -> list[str]:
+    """Return the texts of a tensor of bytes, row after row."""
+    return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in array.reshape(-1)]
+
+
+def best(scores: torch.Tensor, names: dict, most: int = 5) -> tuple[list[list[bytes]], list[list[float]]]:
+    """Return the labels of each row and their scores, the best ones first."""
+    found = scores.topk(min(most, scores.shape[-1]))
+    labels = [[str(names.get(each, each)).encode() for each in row] for row in found.indices.tolist()]
+    return labels, found.values.tolist()

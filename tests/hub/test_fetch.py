@@ -1,0 +1,419 @@
+"""Models of the Hub on their way here: what is copied, what is refused, and what a Hub that lies leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from tests.hub.stand_in import Hub, running
+
+from moonpool.runtime.process.files import RepositoryError
+from moonpool.runtime.repository import hub_store
+from moonpool.runtime.repository.repository import HubRepository, ModelDirectory, ModelRepositories, repository_at
+
+WEIGHTS = b"weights" * 1000
+FILES = {
+    "config.json": json.dumps(
+        {"architectures": ["TinyForSequenceClassification"], "id2label": {0: "a", 1: "b"}}
+    ).encode(),
+    "tokenizer.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "README.md": b"hello",
+}
+# Names that are in no allow-list, and what they are.
+NEVER = (
+    "modeling_evil.py", "evil.so", "pytorch_model.bin", "model.pkl", "weights.pt", "flax.msgpack", "tf.h5", "m.joblib",
+    "m.ckpt", "m.gguf", "onnx/model.onnx", "kernel/__init__.py", "model.fp16.safetensors", "config.pbtxt",
+    "adapter_config.json",
+)  # fmt: skip
+
+
+def find(address: str, said: dict[str, str] | None = None) -> ModelDirectory:
+    return ModelRepositories([]).find_at(address, said)
+
+
+def names(found: ModelDirectory) -> list[str]:
+    return sorted(str(path.relative_to(found.path)) for path in found.path.rglob("*") if path.is_file())
+
+
+def left(tmp_path: Path) -> list[str]:
+    """Return the names of the files that the cache has, without lists and locks."""
+    root = tmp_path / "cache" / "moonpool" / "repositories"
+    return sorted(path.name for path in root.rglob("*") if path.is_file() and path.suffix not in (".lock", ".making"))
+
+
+@pytest.mark.promise(
+    "Models of the Hub",
+    "Files are copied by an allow-list of names: no code, no pickle and no configuration of moonpool's is among them.",
+)
+def test_files_are_copied_by_an_allow_list(hub: Hub) -> None:
+    commit = hub.put("o/m", FILES | dict.fromkeys(NEVER, b"evil"))
+    found = find("hf://o/m")
+    assert names(found) == ["1/config.json", "1/model.safetensors", "1/tokenizer.json", "config.pbtxt"]
+    assert (found.path / "1" / "model.safetensors").read_bytes() == WEIGHTS
+    assert sorted(set(hub.fetched)) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+    config = found.config(partial=True)
+    assert (config.backend, config.raw["runtime"]) == ("transformers", "text_classification.py")
+    assert config.parameters["commit"] == commit
+
+
+def test_a_commit_is_copied_once_and_its_contents_are_shared(hub: Hub) -> None:
+    hub.put("o/m", FILES)
+    first = find("hf://o/m")
+    asked = len(hub.asked)
+    again = find("hf://o/m")
+    assert again.path == first.path
+    # The revision and the list.
+    assert len(hub.asked) - asked == 2
+    hub.put("o/m", FILES | {"tokenizer.json": b"[]"})
+    hub.asked.clear()
+    other = find("hf://o/m")
+    assert other.path != first.path
+    assert hub.fetched == ["tokenizer.json"]
+    inodes = {(each.path / "1" / "model.safetensors").stat().st_ino for each in (first, other)}
+    assert len(inodes) == 1
+
+
+@pytest.mark.promise(
+    "Models of the Hub",
+    "A revision is resolved to a commit when the repository is opened, and a poll does not follow it.",
+)
+def test_a_branch_is_not_followed(hub: Hub) -> None:
+    first = hub.put("o/m", FILES)
+    repository = repository_at("hf://o/m")
+    assert isinstance(repository, HubRepository)
+    hub.put("o/m", FILES | {"tokenizer.json": b"[]"})
+    assert repository.find("m").config(partial=True).parameters["commit"] == first
+    assert repository.models() == ["m"]
+
+
+def test_a_folder_of_models_stays_one(hub: Hub) -> None:
+    hub.put("o/models", {"config.json": b"{}", "one/config.pbtxt": b"", "one/1/model.py": b""})
+    assert not HubRepository("hf://o/models").is_model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "labels", "task"),
+    [
+        ("BertForSequenceClassification", {0: "a", 1: "b"}, "text-classification"),
+        ("BertForSequenceClassification", {0: "only"}, "rerank"),
+        ("BertForSequenceClassification", {0: "ENTAILMENT", 1: "no"}, "zero-shot-classification"),
+        ("BertForTokenClassification", None, "token-classification"),
+        ("LlamaForCausalLM", None, "text-generation"),
+        ("GPT2LMHeadModel", None, "text-generation"),
+        ("ViTForImageClassification", None, "image-classification"),
+        ("WhisperForConditionalGeneration", None, "automatic-speech-recognition"),
+        ("Wav2Vec2ForCTC", None, "automatic-speech-recognition"),
+        ("BertModel", None, "embeddings"),
+    ],
+)
+def test_the_task_follows_from_the_configuration(hub: Hub, architecture: str, labels: Any, task: str) -> None:
+    hub.put("o/m", FILES | {"config.json": json.dumps({"architectures": [architecture], "id2label": labels}).encode()})
+    assert find("hf://o/m").config(partial=True).parameters["task"] == task
+
+
+WRONG: list[tuple[dict[str, bytes | None], str]] = [
+    ({"config.json": b"[]"}, "config.json holds no object"),
+    ({"config.json": b"{" * 5}, "config.json is no JSON"),
+    ({"config.json": b"[" * 100_000}, "config.json is no JSON"),
+    ({"config.json": b'{"a": "' + b"a" * (9 << 20) + b'"}'}, "config.json has 9,437,193 bytes, and 8,388,608 is the most"),
+    ({"config.json": b'{"architectures": ["Evil"]}'}, "names the class 'Evil', which fits no task"),
+    ({"config.json": b"{}"}, "names no class"),
+    ({"model.safetensors": None}, "it has neither model.safetensors nor model.safetensors.index.json"),
+    ({"model.safetensors": None, "pytorch_model.bin": b"p"}, "only pickles, which are programs: 'pytorch_model.bin'"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "../outside.safetensors"}}'}, "names '../outside.safetensors'"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "pytorch_model.bin"}}', "pytorch_model.bin": b"p"}, "names 'pyt"),
+    ({"model.safetensors.index.json": b'{"weight_map": {}}'}, "names no files"),
+    ({"modules.json": b'[{"type": "evil.Evil", "path": ""}]', "evil.py": b""}, "names the class 'evil.Evil'"),
+    ({"modules.json": b'[{"type": "sentence_transformers.models.Pooling", "path": "../x"}]'}, "names the folder '../x'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error"), WRONG, ids=[error[:40] for _, error in WRONG])
+def test_a_repository_that_is_wrong_is_refused_before_it_is_copied(
+    hub: Hub, changes: dict[str, bytes | None], error: str, tmp_path: Path
+) -> None:
+    files = FILES | changes
+    hub.put("o/m", {path: content for path, content in files.items() if content is not None})
+    with pytest.raises(RepositoryError) as raised:
+        find("hf://o/m")
+    assert error in str(raised.value)
+    assert str(raised.value).startswith("hf://o/m")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["../x.json", "/x.json", "a//b.json", "x" * 300 + ".json", "a/../b.json", "a\0.json"])
+def test_a_name_that_no_file_can_have_is_refused(hub: Hub, name: str, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    hub.more = [{"type": "file", "oid": "0" * 40, "size": 2, "path": name}]
+    with pytest.raises(RepositoryError, match="which no file can be named"):
+        find("hf://o/m")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ([{"type": "file", "oid": "0" * 40, "size": 2, "path": "config.json"}], "lists 'config.json' twice"),
+        ([{"type": "file", "oid": "../../x", "size": 2, "path": "x.json"}], "says no hash of 'x.json'"),
+        ([{"type": "file", "oid": "0" * 40, "size": -1, "path": "x.json"}], "does not say the size"),
+        ([{"type": "file", "oid": "0" * 40, "size": "2", "path": "x.json"}], "does not say the size"),
+        ([{"type": "file", "size": 2, "path": 7}], "without a path"),
+        ([[]], "without a path"),
+        (
+            [{"type": "file", "oid": "0" * 40, "size": 2, "path": "x", "lfs": {"oid": "0" * 64, "size": 3}}],
+            "says two sizes of 'x'",
+        ),
+        ([{"type": "file", "oid": "0" * 40, "size": 1 << 41, "path": "x.json"}], "more than 1024 GiB"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(hub: Hub, more: list[Any], error: str, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    hub.more = more
+    with pytest.raises(RepositoryError, match=error):
+        find("hf://o/m")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.promise(
+    "Models of the Hub", "A file with another content than the Hub's list says is an error, and is not kept."
+)
+@pytest.mark.parametrize("path", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_another_content_than_listed_is_refused(hub: Hub, path: str, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    other = FILES[path][::-1]
+
+    def lie(handler: Any, asked: str) -> bool:
+        if not asked.endswith(path):
+            return False
+        handler.answer(200, other)
+        return True
+
+    hub.instead = lie
+    with pytest.raises(RepositoryError, match=f"content of (1/)?{path} has the"):
+        find("hf://o/m")
+    assert [name for name in left(tmp_path) if name == hashlib.sha256(other).hexdigest()] == []
+    hub.instead = lambda _, __: False
+    assert (find("hf://o/m").path / "1" / path).read_bytes() == FILES[path]
+
+
+def test_more_bytes_than_listed_are_not_written(hub: Hub, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    ended = threading.Event()
+
+    def lie(handler: BaseHTTPRequestHandler, asked: str) -> bool:
+        if not asked.endswith("model.safetensors"):
+            return False
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        try:
+            while not ended.is_set():
+                handler.wfile.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        except OSError:
+            pass
+        return True
+
+    hub.instead = lie
+    try:
+        with pytest.raises(RepositoryError, match="more bytes come than the 7,000 that the Hub's list says"):
+            find("hf://o/m")
+    finally:
+        ended.set()
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 100_000
+
+
+def test_a_hub_that_stalls_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_store, "READ_S", 0.2)
+    hub.put("o/m", FILES)
+    ended = threading.Event()
+
+    def stall(_: object, asked: str) -> bool:
+        if asked.endswith("model.safetensors"):
+            ended.wait(30)
+            return True
+        return False
+
+    hub.instead = stall
+    begin_s = time.monotonic()
+    try:
+        with pytest.raises(RepositoryError, match=r"model.safetensors cannot be read: ReadTimeout"):
+            find("hf://o/m")
+    finally:
+        ended.set()
+    assert time.monotonic() - begin_s < 20
+
+
+def test_a_hub_that_drips_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_store, "_LEAST_S", 0.3)
+    hub.put("o/m", FILES)
+    ended = threading.Event()
+
+    def drip(handler: BaseHTTPRequestHandler, asked: str) -> bool:
+        if not asked.endswith("model.safetensors"):
+            return False
+        handler.send_response(200)
+        handler.send_header("Content-Length", "7000")
+        handler.end_headers()
+        try:
+            while not ended.wait(0.02):
+                handler.wfile.write(b"x")
+        except OSError:
+            pass
+        return True
+
+    hub.instead = drip
+    try:
+        with pytest.raises(RepositoryError, match=r"bytes came in 0\.3 s"):
+            find("hf://o/m")
+    finally:
+        ended.set()
+
+
+@pytest.mark.parametrize("status", [429, 503, 500])
+def test_a_hub_that_refuses_for_ever_is_asked_three_times(hub: Hub, status: int) -> None:
+    hub.put("o/m", FILES)
+
+    def refuse(handler: Any, _: str) -> bool:
+        handler.answer(status, b"")
+        return True
+
+    hub.instead = refuse
+    with pytest.raises(RepositoryError, match=f"HTTP status {status}"):
+        find("hf://o/m")
+    assert len(hub.asked) == 3
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_model_that_is_not_there_is_told() -> None:
+    with pytest.raises(RepositoryError, match=r"RepoNotFound.*; a private or gated model needs HF_TOKEN") as raised:
+        find("hf://o/none")
+    assert raised.value.code == "NOT_FOUND"
+
+
+@pytest.mark.promise("Models of the Hub", "A copy that breaks off goes on where it ended, also in the next process.")
+def test_a_copy_goes_on_where_it_broke_off(hub: Hub) -> None:
+    hub.put("o/m", FILES)
+    ranges: list[str] = []
+    broken = [True]
+
+    def break_off(handler: Any, asked: str) -> bool:
+        if not asked.endswith("model.safetensors"):
+            return False
+        ranges.append(handler.headers.get("Range", ""))
+        if broken[0]:
+            handler.send_response(200)
+            handler.send_header("Content-Length", "7000")
+            handler.end_headers()
+            handler.wfile.write(WEIGHTS[:3000])
+            handler.close_connection = True
+            # All later questions find nothing.
+            broken[0] = False
+            return True
+        if len(ranges) < 4:
+            handler.answer(503, b"")
+            return True
+        return False
+
+    hub.instead = break_off
+    with pytest.raises(RepositoryError, match="503"):
+        find("hf://o/m")
+    ranges.clear()
+    ranges += [""] * 4
+    found = find("hf://o/m")
+    assert ranges[-1] == "bytes=3000-"
+    assert (found.path / "1" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_the_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.put("o/m", FILES)
+    with running() as elsewhere:
+
+        def redirect(handler: Any, asked: str) -> bool:
+            if "/resolve/" in asked:
+                handler.answer(302, b"", {"Location": f"http://localhost:{elsewhere.url.rpartition(':')[2]}{asked}"})
+                return True
+            return False
+
+        hub.instead = redirect
+        elsewhere.commits, elsewhere.revisions = hub.commits, hub.revisions
+        find("hf://o/m")
+        assert {each.get("authorization") or each.get("Authorization") for each in hub.headers} == {"Bearer hf_secret"}
+        assert elsewhere.fetched
+        assert not any("hf_secret" in str(each) for each in elsewhere.headers)
+
+
+def test_a_next_page_on_another_host_is_refused(hub: Hub) -> None:
+    hub.put("o/m", FILES)
+
+    def lead_away(handler: Any, asked: str) -> bool:
+        if "/tree/" in asked:
+            handler.answer(200, b"[]", {"Link": '<http://127.0.0.2:1/api/x>; rel="next"'})
+            return True
+        return False
+
+    hub.instead = lead_away
+    with pytest.raises(RepositoryError, match="the next page of the list is on another host"):
+        find("hf://o/m")
+
+
+def test_offline_models_come_from_the_cache(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.put("o/m", FILES)
+    online = find("hf://o/m")
+    hub.asked.clear()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert [find(address).path for address in ("hf://o/m", f"hf://o/m@{commit}")] == [online.path] * 2
+    with pytest.raises(RepositoryError, match=r"HF_HUB_OFFLINE is set, and neither .* has its revision 'other'"):
+        find("hf://o/m@other")
+    assert hub.asked == []
+
+
+@pytest.mark.promise(
+    "Models of the Hub", "What huggingface_hub has fetched is taken from its cache, offline too, if its hash is right."
+)
+def test_offline_models_come_from_the_cache_of_the_library(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commit = "c" * 40
+    known = tmp_path / "hf" / "models--o--m"
+    (known / "blobs").mkdir(parents=True)
+    (known / "refs").mkdir()
+    (known / "refs" / "main").write_text(commit)
+    for path, content in FILES.items():
+        entry = hub.entry(path, content)
+        oid = entry.get("lfs", entry)["oid"]
+        (known / "blobs" / oid).write_bytes(content)
+        link = known / "snapshots" / commit / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(known / "blobs" / oid)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (link.parent / "tokenizer.json").resolve().write_bytes(b"[]")
+    with pytest.raises(RepositoryError, match=r"the content of tokenizer\.json has the hash"):
+        find("hf://o/m")
+    (link.parent / "tokenizer.json").resolve().write_bytes(b"{}")
+    found = find("hf://o/m")
+    assert names(found) == ["1/config.json", "1/model.safetensors", "1/tokenizer.json", "config.pbtxt"]
+    assert hub.asked == []
+
+
+def test_grants_are_for_one_commit(hub: Hub) -> None:
+    files = FILES | {"modeling_own.py": b"code", "pytorch_model.bin": b"pickle"}
+    del files["model.safetensors"]
+    first = hub.put("o/m", files)
+    granted = {"MOONPOOL_REMOTE_CODE": first, "MOONPOOL_PICKLED_WEIGHTS": first}
+    found = find("hf://o/m", granted)
+    assert "1/modeling_own.py" in names(found)
+    assert "1/pytorch_model.bin" in names(found)
+    assert found.config(partial=True).parameters["remote_code"] == "yes"
+    hub.put("o/m", files | {"modeling_own.py": b"other"})
+    with pytest.raises(RepositoryError, match="only pickles"):
+        find("hf://o/m", granted)
