@@ -185,6 +185,16 @@ def test_an_initial_state_says_how_large_a_variable_one_is(serve: Serve) -> None
         assert client.ask(7, 1, START | END, "grow") == [0, 0, 0]
 
 
+@pytest.mark.parametrize("data_type", ["TYPE_FP32", "TYPE_STRING"])
+def test_an_initial_state_beyond_the_limit_fails_the_load_before_it_is_made(
+    runtime: moonpool.Runtime, data_type: str
+) -> None:
+    initial = {"name": "i", "data_type": data_type, "dims": [1 << 38], "zero_data": True}
+    made = config(dims=-1, state={"data_type": data_type, "initial_state": [initial]})
+    with pytest.raises(moonpool.LoadFailed, match=r"takes \d{13} bytes, and MOONPOOL_STATE_LIMIT_BYTES leaves"):
+        runtime.load("m", MODELS / "states.py", config=made)
+
+
 def test_a_state_that_is_an_output_too_reaches_clients_that_want_it(runtime: moonpool.Runtime) -> None:
     made = config()
     made["output"].append(tensor("TOTAL_OUT", "FP32", 1))

@@ -173,6 +173,21 @@ def test_an_execution_that_nobody_drives_is_found_and_driven(folder: Path, monke
 # Futures
 
 
+def test_a_signal_in_a_callback_of_a_future_reaches_the_main_thread(folder: Path) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with holding(folder) as (backend, runtime):
+        first = runtime.submit("m", x(1))
+        held, second = backend.wait_for(1), runtime.submit("m", x(2))
+        second.add_done_callback(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            second.cancel()
+        held.answer()
+        assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 1
+        assert second.cancelled()
+
+
 def test_futures_have_responses_and_errors(folder: Path) -> None:
     with holding(folder) as (backend, runtime):
         good = runtime.submit("m", x(1, 2))
