@@ -196,4 +196,5 @@ def test_a_text_that_is_too_long_to_be_searched_is_cut_and_no_path_in_two(end: s
         text = ("x y " * (before // 4 + 1))[:before] + f" {end} and so on" + " z" * 1000
         shown = scrubbed(text)
         assert len(shown) < len(text)
+        assert shown.startswith(text[: before - 9])
         assert not {"home", "name"} & set(re.findall("[a-z]+", shown)), before
