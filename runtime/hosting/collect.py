@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from moonpool.ipc.policy import is_contained
 from moonpool.runtime.hosting.hosted_model import HostedModel
@@ -29,6 +29,7 @@ from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.residency.residents import SLEEP_REASONS, ResidentModel
 from moonpool.runtime.schedule.response_cache import ResponseCache
+from moonpool.runtime.stubs.handle import Starts
 
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
@@ -96,11 +97,17 @@ def cache_families(cache: ResponseCache | None) -> list[ExposedFamily]:
     ]
 
 
-def start_families(starts: Mapping[str, int], spares: Sequence[int]) -> list[ExposedFamily]:
+def start_families(starts: Starts, spares: Sequence[int]) -> list[ExposedFamily]:
     """Return the families of the processes that were started, by the way, and of those that wait. Reads /proc."""
     used = [usage for pid in spares if (usage := usage_of(pid)) is not None]
+    phases = [
+        sample
+        for (way, phase), times in starts.times.items()
+        for sample in times.samples((("phase", phase), ("way", way)), _NS_PER_S)
+    ]
     samples = (
-        [Sample("", (("way", way),), count) for way, count in starts.items()],
+        [Sample("", (("way", way),), count) for way, count in starts.counts().items()],
+        phases,
         [Sample("", (), len(used))],
         [Sample("", (), sum(usage.rss_bytes for usage in used))],
     )

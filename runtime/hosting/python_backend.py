@@ -337,7 +337,6 @@ class PythonBackend(Backend):
                 name, deadline, lambda stub: make(self._stubs, model, name, stub.plan_of_a_fork(), stub.fork)
             )
             if forked is not None:
-                self._stubs.count_start("fork")
                 return forked
         plan = self._plan(model, name, gpus, cpus)
         return make(self._stubs, model, name, plan, partial(self._start_process, model, plan, deadline))
@@ -349,21 +348,15 @@ class PythonBackend(Backend):
         OSError.
         """
         stubs = self._stubs
-        process, way = None, "exec"
-        if model.options.prefork == "blank":
-            if plan.may_be_forked:
-                way = "fork"
-                process = stubs.blank_templates.fork(plan.python, plan.environment, plan.folder, name, fds, deadline)
-            elif plan.may_be_spare:
-                way = "spare"
-                memory = plan.policy.limits.get("memory_bytes")
-                process = stubs.spares.take(
-                    plan.python, plan.environment, name, fds, memory_bytes=memory, deadline=deadline
-                )
-        if process is None:
-            process, way = plan.spawn(name, *fds), "exec"
-        stubs.count_start(way)
-        return process
+        process = None
+        if model.options.prefork == "blank" and plan.may_be_forked:
+            process = stubs.blank_templates.fork(plan.python, plan.environment, plan.folder, name, fds, deadline)
+        elif model.options.prefork == "blank" and plan.may_be_spare:
+            memory = plan.policy.limits.get("memory_bytes")
+            process = stubs.spares.take(
+                plan.python, plan.environment, name, fds, memory_bytes=memory, deadline=deadline
+            )
+        return process or plan.spawn(name, *fds)
 
     def _plan(
         self, model: Model, name: str, gpus: tuple[int, ...], cpus: tuple[int, ...], *, forks: bool = False

@@ -397,6 +397,7 @@ class _Spare:
             if self._channel.recv(64) != b"\1":
                 return _Outcome.FAILED
             self._channel.close()
+            self.process.way = "spare"
             return _Outcome.TAKEN
         except OSError as error:  # a timeout included
             _log.debug("a spare of %s does not answer: %s", self._python, error)

@@ -179,6 +179,7 @@ START_FAMILIES = {
         "counter",
         "Processes of models that came about: a spare became one, a template forked one, or one was started",
     ),
+    "moonpool_start_phase_seconds": ("histogram", "Time that the phases of the start of a process took"),
     "moonpool_spares": ("gauge", "Processes that wait for a model in a sandbox"),
     "moonpool_spares_resident_memory_bytes": ("gauge", "Resident memory of the processes that wait"),
 }

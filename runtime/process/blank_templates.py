@@ -380,6 +380,8 @@ class _TemplateProcess(SpawnedProcess):
 class _Fork(SpawnedProcess):
     """The process of a stub that was forked from a blank template: a child of this process like any other."""
 
+    way = "fork"
+
     def __init__(self, pid: int, ended: Callable[[], None]) -> None:
         """Own a process that was not reaped. `ended` is called when it has been, and is closed. Raises OSError."""
         self._ended = ended

@@ -57,6 +57,8 @@ class ChildProcess(ABC):
 
     # The tree of all that the process starts, if it may start something.
     tree: ProcessTree | None = None
+    # How it came about: it was started ("exec"), a template forked it ("fork"), or it had waited for a model ("spare").
+    way = "exec"
 
     def __init__(self, pid: int, pidfd: int) -> None:
         """Own the pidfd from now on."""

@@ -57,6 +57,7 @@ from moonpool.runtime.model.budgets import OBSERVATIONS_PER_MESSAGE
 from moonpool.runtime.model.config.options import is_compiled, spares_contained
 from moonpool.runtime.model.confinement import Confinement
 from moonpool.runtime.model.request import InferenceRequest, Outcome
+from moonpool.runtime.observe.distributions import BucketCounts
 from moonpool.runtime.observe.log_settings import LogSettings
 from moonpool.runtime.observe.metric_families import KINDS
 from moonpool.runtime.observe.metrics import MetricRegistry
@@ -87,6 +88,12 @@ Respond = Callable[[InferenceRequest, Outcome | None, int], None]
 _log = RuntimeLog("moonpool")
 # The ways in which the process of a stub comes about: a spare becomes it, a template forks it, or it is started.
 WAYS = ("spare", "fork", "exec")
+# The phases of a start: until there is a process, until its sandbox is on and was inspected, and until the model is
+# loaded, or has completed its configuration.
+PHASES = ("process", "sandbox", "model")
+_START_BOUNDS_NS = tuple(
+    ms * 1_000_000 for ms in (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 60_000)
+)
 # Seconds from SIGTERM, at which a stub writes the stacks of its threads to the log, to SIGKILL.
 GRACE_S = 0.25
 # Seconds that a process may take to end after it has closed its channel.
@@ -114,6 +121,8 @@ class StubHandle:
     can_sleep = False
     # False for a process whose work channel stays a socket.
     may_use_slots = True
+    # True once it has loaded a model, or completed a configuration.
+    _is_started = False
     # True if it worked in memory of a client when it ended.
     _had_clients_memory = False
 
@@ -136,6 +145,7 @@ class StubHandle:
         # The process has ended; its control channel is not read any more.
         self._has_exited = self._is_mute = self._is_closed = False
         self._began_s = time.monotonic()
+        self._phase_ns = time.monotonic_ns()
         # The memory that all processes of the runtime together give to this process, by the side that writes there.
         self.allotments = stubs.allotments_of(model)
         try:
@@ -158,6 +168,7 @@ class StubHandle:
                 self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
                 self.bounds.begin(self.process)
                 undo.pop_all()
+            self._phase("process")
         except OSError as error:
             raise LoadFailed(start_failure(plan.python, error), stage="start") from error
         self.rate_limiter = MessageRateLimiter(stubs.reactor, channel.fileno())
@@ -250,11 +261,15 @@ class StubHandle:
             if self.confinement is None:
                 self.bounds.hold(self.process, self.abort)
                 self._confirm(self._expect(Kind.CONFINED, deadline))
+                self._phase("sandbox")
             layers = self.confinement.layers if self.confinement is not None else ()
             start = {**start, "layers": layers}
             self.link.conversation.send(Kind.START, json.dumps(start))
             expected = Kind.COMPLETED if start["mode"] == "complete" else Kind.LOADED
             message = self._expect(expected, deadline)
+            if not self._is_started:
+                self._is_started = True
+                self._phase("model")
             if expected == Kind.LOADED:
                 self._settle_slots(message[1])
             return message
@@ -270,6 +285,12 @@ class StubHandle:
             failure = LoadFailed(str(reason), stage="start")
             failure.public_message = getattr(reason, "public_message", None)
             raise failure from reason
+
+    def _phase(self, phase: str) -> None:
+        """Count the time since the last phase of the start."""
+        now_ns = time.monotonic_ns()
+        self._stubs.starts.add(self.process.way, phase, now_ns - self._phase_ns)
+        self._phase_ns = now_ns
 
     def _settle_slots(self, facts: Mapping[str, Any]) -> None:
         """Go on in memory if the stub says in LOADED that it does."""
@@ -693,6 +714,24 @@ def _nothing(*_: object) -> None:
     """Do nothing, until a callback is set."""
 
 
+class Starts:
+    """The starts of processes, by the way and the phase. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.times = {(way, phase): BucketCounts(_START_BOUNDS_NS) for way in WAYS for phase in PHASES}
+
+    def add(self, way: str, phase: str, duration_ns: int) -> None:
+        """Count a phase that took so long."""
+        with self._lock:
+            self.times[way, phase].add(duration_ns)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of processes that came about in each way."""
+        with self._lock:
+            return {way: sum(self.times[way, PHASES[0]].counts) for way in WAYS}
+
+
 # The reactor's callbacks do not block.
 _SOON_S = 5.0
 
@@ -712,8 +751,7 @@ class Stubs:
         self.watcher = Watcher()
         self.blank_templates = BlankTemplates(reactor)
         self.spares = Spares(reactor)
-        # Processes that were started, by the way.
-        self.starts = dict.fromkeys(WAYS, 0)
+        self.starts = Starts()
         self._log_changing = threading.Lock()
         self._alive: set[StubHandle] = set()
         # The memory of contained models, as long as a process of theirs has some.
@@ -739,11 +777,6 @@ class Stubs:
         with self._memory_lock:
             shared = {side: self._memory.setdefault((model.name, side), ModelMemory()) for side in Side}
         return {side: Allotment(limit_bytes, is_contained=True, of_model=memory) for side, memory in shared.items()}
-
-    def count_start(self, way: str) -> None:
-        """Count a process that was started in one of `WAYS`."""
-        with self._memory_lock:
-            self.starts[way] += 1
 
     def add(self, stub: StubHandle) -> None:
         """Add a stub that was started."""

@@ -474,6 +474,8 @@ class ForkedProcess(ChildProcess):
     It is known by its pidfd alone, as its pid may be another's once its template has reaped it.
     """
 
+    way = "fork"
+
     def __init__(self, pid: int, pidfd: int, exit_code_of: Callable[[int], int]) -> None:
         """Own the pidfd. `exit_code_of` asks the template once the process has ended, and may block."""
         super().__init__(pid, pidfd)

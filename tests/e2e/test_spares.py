@@ -122,7 +122,7 @@ def pool_of(runtime: moonpool.Runtime) -> Spares:
 
 
 def ways(runtime: moonpool.Runtime) -> dict[str, int]:
-    return registry_of(runtime).stubs.starts
+    return registry_of(runtime).stubs.starts.counts()
 
 
 def spare_of(runtime: moonpool.Runtime) -> int:
@@ -224,6 +224,10 @@ def test_what_a_spare_holds_is_bounded_and_shown(runtime: moonpool.Runtime) -> N
     lines = runtime.metrics().splitlines()
     assert "moonpool_spares 1" in lines
     assert 'moonpool_starts_total{way="exec"} 1' in lines
+    assert all(
+        f'moonpool_start_phase_seconds_count{{phase="{phase}",way="exec"}} 1' in lines
+        for phase in ("process", "sandbox", "model")
+    )
     (resident,) = [line for line in lines if line.startswith("moonpool_spares_resident_memory_bytes ")]
     assert 0 < float(resident.split()[1]) < MOST_BYTES
 
