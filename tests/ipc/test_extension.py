@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
+import moonpool
 from moonpool.ipc import extension
 
 NAMES = (
@@ -96,3 +101,48 @@ def test_the_operator_may_do_without(monkeypatch: pytest.MonkeyPatch, value: str
             extension.pure()
     else:
         assert extension.pure() == (value or "0")
+
+
+class Declared(NamedTuple):
+    """A class that is compiled: its file, the class that it derives from, and what C alone finds in it."""
+
+    module: Path
+    base: str
+    of_c: frozenset[str]
+
+
+def declared() -> dict[str, Declared]:
+    """The classes that are compiled from modules in Python, by name."""
+    found: dict[str, Declared] = {}
+    for types in Path(moonpool.__file__).parent.glob("runtime/**/*.pxd"):
+        if not types.with_suffix(".py").is_file():
+            continue
+        for name, base, body in re.findall(
+            r"^cdef class (\w+)(?:\((?:\w+\.)*(\w+)\))?:\n((?:    .*\n|\n)*)", types.read_text(), re.MULTILINE
+        ):
+            of_c = set()
+            for line in re.findall(r"^    cdef (?!public )(.*)", body, re.MULTILINE):
+                before = line.partition("(")[0]
+                of_c |= {before.split()[-1]} if "(" in line else set(re.findall(r"(\w+)(?:,|$)", before))
+            found[name] = Declared(types.with_suffix(".py"), base, frozenset(of_c))
+    return found
+
+
+def test_the_python_form_of_a_class_finds_in_a_compiled_base_what_it_uses() -> None:
+    """One extension may be missing, or be left out, while that of the base is there."""
+    classes = declared()
+    assert "InferCall" in classes
+    wrong = []
+    for name, (module, base, _) in classes.items():
+        hidden: frozenset[str] = frozenset()
+        while base in classes and classes[base].module != module:
+            hidden |= classes[base].of_c
+            base = classes[base].base
+        (own,) = [each for each in ast.walk(ast.parse(module.read_text())) if getattr(each, "name", "") == name]
+        used = {
+            each.attr
+            for each in ast.walk(own)
+            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
+        }
+        wrong += [f"{name}: {each}" for each in sorted(used & hidden)]
+    assert wrong == []

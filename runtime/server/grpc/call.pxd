@@ -11,7 +11,7 @@ cdef class GrpcCall:
     cdef public long long begun_ns, received_ns
     cdef public bint _is_gone, _is_over
 
-    cdef begin(self, OpenCalls calls, method, metadata, timeout_s)
+    cpdef begin(self, OpenCalls calls, method, metadata, timeout_s)
     cpdef _put(self, message, status, sent)
     @cython.locals(meter=MeterType)
     cdef _end(self, code)

@@ -63,7 +63,7 @@ class GrpcCall:
     )
 
     def __init__(self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None) -> None:
-        self.begin(calls, method, metadata, timeout_s)
+        GrpcCall.begin(self, calls, method, metadata, timeout_s)
 
     def begin(self, calls: OpenCalls, method: bytes, metadata: Metadata, timeout_s: float | None) -> None:
         """Begin a call, which ends early after `timeout_s` seconds. On the loop's thread."""

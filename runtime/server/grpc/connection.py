@@ -199,7 +199,7 @@ class Http2Call(rpc.GrpcCall):
     __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at", "_receiver", "_sent")  # fmt: skip
 
     def __init__(self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None) -> None:
-        self.begin(connection.calls, head.method, head.metadata, timeout_s)
+        rpc.GrpcCall.begin(self, connection.calls, head.method, head.metadata, timeout_s)
         self._connection = connection
         self._id = stream
         self._head = head
