@@ -17,6 +17,7 @@ NAMES = (
     "mixed",
     "tensor_size",
     "startup",
+    "source",
     "memory",
     "prefork",
     "residency",

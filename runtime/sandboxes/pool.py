@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -49,11 +50,14 @@ class Pool:
         self._most = most
         self._changed = threading.Condition()
         self._idle: list[tuple[Worker, float]] = []
-        self._count = self._number = 0
+        self._count = 0
+        self._numbers = itertools.count(1)
         self._kept: threading.Thread | None = None
         self._closed = False
         # The worker that the keeper has at the moment.
         self._preparing: Worker | None = None
+        # The settings of a worker that somebody has missed.
+        self._more: Settings | None = None
         check_unpatched()
         fill_standard_descriptors()
         # All workers, for the end.
@@ -71,12 +75,16 @@ class Pool:
             while True:
                 if self._closed:
                     raise RuntimeClosed("the program ends, and runs no more source")
-                found = next((each for each in reversed(self._idle) if each[0].settings == settings), None)
-                if found is not None:
+                fitting = [each for each in self._idle if each[0].settings == settings]
+                if fitting:
+                    # One with a process that waits, and of these the last one, whose memory is warm.
+                    found = max(fitting, key=lambda each: (each[0].is_prepared, each[1]))
                     self._idle.remove(found)
                     return found[0]
                 if self._preparing is not None and self._preparing.settings == settings:
-                    # Sooner than another one would start.
+                    # Sooner than another one would start. But from now on, there should be one.
+                    if self._count < self._most:
+                        self._more = settings
                     self._changed.wait()
                     continue
                 if self._count < self._most or is_extra:
@@ -88,12 +96,14 @@ class Pool:
                     break
                 self._changed.wait()
             self._count += 1
-            self._number += 1
-            name = f"sandbox_{self._number}"
+        return self._start(settings, old)
+
+    def _start(self, settings: Settings, old: Worker | None = None) -> Worker:
+        """Start a worker, which is counted already, after the end of an old one."""
         try:
             if old is not None:
                 old.close()
-            worker = Worker(self._stubs, settings, name)
+            worker = Worker(self._stubs, settings, f"sandbox_{next(self._numbers)}")
         except BaseException:
             self._lose(None)
             raise
@@ -148,7 +158,11 @@ class Pool:
             old: list[Worker] = []
             with self._changed:
                 unprepared = [each for each in self._idle if not each[0].is_prepared]
-                if not unprepared and not self._closed:
+                more, self._more = self._more, None
+                if self._count >= self._most:
+                    more = None
+                self._count += more is not None
+                if not unprepared and more is None and not self._closed:
                     self._changed.wait(_LOOK_S if self._idle else None)
                 if self._closed:
                     return
@@ -163,6 +177,9 @@ class Pool:
                 self._prepare(*unprepared[-1])
             for worker in old:
                 self._end(worker)
+            if more is not None:
+                with contextlib.suppress(Exception):  # whoever takes one will be told
+                    self.give_back(self._start(more))
 
     def _prepare(self, worker: Worker, since_s: float) -> None:
         why = None
