@@ -206,7 +206,8 @@ class _Check:
         try:
             with all_mistakes() as mistakes:
                 with suggesting(self._name, lambda: self._registry.repositories.listing().names):
-                    directory = self._registry.repositories.find(self._name)
+                    said = rules.said_of(Wanted(self._name))
+                    directory = self._registry.repositories.find(self._name, said)
                 self._folder = directory.path
                 found += _configuration(directory, rules, mistakes)
                 models += _with_all_granted(self._runtime, self._name)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
@@ -417,3 +420,38 @@ def test_grants_are_for_one_commit(hub: Hub) -> None:
     hub.put("o/m", files | {"modeling_own.py": b"other"})
     with pytest.raises(RepositoryError, match="only pickles"):
         find("hf://o/m", granted)
+
+
+@pytest.mark.promise(
+    "Models of the Hub",
+    "`moonpool check hf://owner/model` tells what a repository is and would like, before it is copied.",
+)
+def test_a_check_tells_what_a_repository_would_like(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.put("o/m", FILES | {"evil.py": b"", "old.pkl": b""})
+    told: list[str] = []
+
+    def note(_: object, asked: str) -> bool:
+        told.append(asked)
+        return False
+
+    hub.instead = note
+    # The check ends with the load, which needs an interpreter with transformers.
+    command = [sys.executable, "-m", "moonpool", "check", "hf://o/m", "--sandbox", "strict"]
+    places = {"HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        command,
+        env={**os.environ, **places, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert f"step: m: hf://o/m@{commit}: text-classification, 3 files, 7,088 bytes" in lines, done.stderr
+    assert "step: m: model.safetensors, 7,000 bytes" in lines
+    assert 'step: m: runtime: "text_classification.py"' in lines
+    assert any(line.startswith("warning: m: it has code, 'evil.py'; it is not copied") for line in lines)
+    assert any("it has pickles, which are programs: 'old.pkl'; not copied" in line for line in lines)
+    assert lines[-1].startswith("error: m: ")
+    assert done.returncode == 1
