@@ -1,5 +1,5 @@
 # Short names for daily commands; .ci/run has those of CI.   make help
-.PHONY: help setup test changed lint format bench openai docs site check wheel clean
+.PHONY: help setup test changed lint format bench openai docs site check wheel release clean
 .DEFAULT_GOAL := help
 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile
@@ -51,6 +51,9 @@ check: ## everything that CI runs
 
 wheel: ## the tests against the built wheel, away from the tree
 	bash .ci/run wheel
+
+release: ## what a release is, in dist: wheels for four kinds of machines, the source, bills of materials, checksums
+	python3 .ci/release.py
 
 clean: ## remove what builds, tests and tools left; .venv stays
 	rm -rf build dist .coverage* .hypothesis .*_cache src/*.egg-info

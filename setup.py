@@ -10,6 +10,9 @@ one wheel serves every CPython from 3.11 on. An editable installation compiles t
 
 The library for tritonserver is no Python module. A wheel without it works for everything but Triton. A wheel has a copy
 of nghttp2 where it was built with one.
+
+Wheels for other machines are cross-compiled by `.ci/release.py`, which sets `CC` and `CXX`, `_PYTHON_HOST_PLATFORM`,
+and the copy of nghttp2.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ NGHTTP2 = "libnghttp2.so.14"
 SWITCH = "MOONPOOL_BUILD_TRITON"
 # `0`: leave out the extensions.
 EXTENSIONS_SWITCH = "MOONPOOL_BUILD_EXTENSIONS"
+# A file: the copy of nghttp2 for the wheel, in place of this machine's.
+NGHTTP2_SWITCH = "MOONPOOL_BUILD_NGHTTP2"
 # Of Cython: everything is checked, as in Python, and the annotations of modules in Python are for readers alone.
 DIRECTIVES = [
     "annotation_typing=False",
@@ -84,7 +89,7 @@ LINK = [
     "-ldl",
     "-Wl,-z,now",
     "-Wl,--gc-sections",
-    "-Wl,--exclude-libs,ALL",
+    f"-Wl,--version-script={SHARED / 'exports.map'}",
 ]
 
 
@@ -166,7 +171,8 @@ EXTENSIONS = [
 
 
 def extensions() -> list[Extension]:
-    missing = {tool for tool in ("make", os.environ.get("CXX", "g++")) if shutil.which(tool) is None}
+    compiler = os.environ.get("CXX", "g++").split()[0]
+    missing = {tool for tool in ("make", compiler) if shutil.which(tool) is None}
     library = Extension(LIBRARY, sorted(map(str, [*NATIVE.glob("*.cpp"), *CORE.glob("*.cpp")])))
     wanted = [] if os.environ.get(SWITCH) == "0" else [library]
     if os.environ.get(EXTENSIONS_SWITCH) != "0":
@@ -178,14 +184,16 @@ def extensions() -> list[Extension]:
 
 
 def bundle(folder: Path) -> None:
-    """Put this machine's nghttp2 and its license beside the extension that opens it, for machines that have none."""
-    try:
-        ctypes.CDLL(NGHTTP2)
-    except OSError as error:
-        print(f"moonpool is built without a copy of nghttp2: {error}")
-        return
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    (found,) = {line.split(maxsplit=5)[5] for line in maps if f"/{NGHTTP2}" in line}
+    """Put a copy of nghttp2 and its license beside the extension that opens it, for machines that have none."""
+    found = os.environ.get(NGHTTP2_SWITCH)
+    if not found:
+        try:
+            ctypes.CDLL(NGHTTP2)
+        except OSError as error:
+            print(f"moonpool is built without a copy of nghttp2: {error}")
+            return
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        (found,) = {line.split(maxsplit=5)[5] for line in maps if f"/{NGHTTP2}" in line}
     shutil.copyfile(found, folder / NGHTTP2)
     license_of = SOURCE / HTTP2.replace(".", "/")
     shutil.copy(license_of.with_name("libnghttp2.LICENSE"), folder)
