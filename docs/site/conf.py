@@ -76,6 +76,8 @@ SECTIONS = {
     "Reference": (
         "API",
         "site/SPECIFICATION",
+        "site/THREATS",
+        "site/VERSIONS",
         "ARCHITECTURE",
         "GLOSSARY",
         "site/WIRE",
@@ -84,6 +86,7 @@ SECTIONS = {
         "site/CONFIG_FIELDS",
         "site/SANDBOX_KERNEL",
         "site/PROTOCOL_DIFFERENCES",
+        "site/CONFORMANCE",
         "site/BENCH_FILES",
         "decisions/README",
     ),
@@ -157,6 +160,20 @@ def as_restructured_text(
     lines[:] = made
 
 
+def list_for_models(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt, where a language model that reads the site looks for what each page is about."""
+    if error is not None:
+        return
+    lines = [f"# {project}", "", f"> {moonpool.__doc__.partition(chr(10))[0]}", ""]
+    for title, names in SECTIONS.items():
+        lines += [f"## {title}", ""]
+        for name in names:
+            page = name.removeprefix("/") if name.startswith("/") else f"docs/{name}"
+            lines.append(f"- [{app.env.titles[page].astext()}]({page}.html)")
+        lines.append("")
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
 def lead_to_readme(app: Sphinx, error: Exception | None) -> None:
     """Write index.html, where a browser looks for the first page."""
     if error is None:
@@ -171,3 +188,4 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("build-finished", lead_to_readme)
+    app.connect("build-finished", list_for_models)

@@ -86,6 +86,7 @@ _COMMANDS = {
     "triton": "moonpool.runtime.cli.triton",
     "run": "moonpool.runtime.cli.run_source",
     "run-model": "moonpool.runtime.cli.run_model",
+    "conformance": "moonpool.runtime.cli.conformance",
     "bench": "moonpool.benchmarks.commands.bench",
     "tune": "moonpool.benchmarks.commands.tune",
     "completion": "moonpool.runtime.cli.completion",

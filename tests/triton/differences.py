@@ -122,45 +122,45 @@ TESTS = {
         "tests/server/test_serve.py::test_each_probe_of_an_instance_that_is_down_is_logged_in_todays_words"
     ),
     # Why: Triton writes the reason to its log only, where a client cannot look.
-    "Why a model cannot be loaded": "tests/triton/protocol/test_protocol_http.py",
+    "Why a model cannot be loaded": "tests/triton/protocol/test_protocol.py",
     # Why: an empty override changes nothing.
-    "An empty configuration for a load": "tests/triton/protocol/test_protocol_http.py",
+    "An empty configuration for a load": "tests/triton/protocol/test_protocol.py",
     # Why: the model would compute on other numbers than the client sent.
-    "Whole numbers beyond their datatype": "tests/triton/protocol/test_protocol_http.py",
+    "Whole numbers beyond their datatype": "tests/triton/protocol/test_protocol.py",
     # Why: no JSON parser can read such a response.
-    "BYTES that are no UTF-8, in JSON": "tests/triton/protocol/test_protocol_http.py",
+    "BYTES that are no UTF-8, in JSON": "tests/triton/protocol/test_protocol.py",
     # Why: one mistake has one text, wherever it is made.
-    "What is wrong with bytes that are to be BYTES": "tests/triton/protocol/test_protocol_http.py",
+    "What is wrong with bytes that are to be BYTES": "tests/triton/protocol/test_protocol.py",
     # Why: the client has to change that output.
-    "Which output cannot be sent, or classified": "tests/triton/protocol/test_protocol_http.py",
+    "Which output cannot be sent, or classified": "tests/triton/protocol/test_protocol.py",
     # Why: people correct a request from its beginning.
-    "Which input is wrong, if several are": "tests/triton/protocol/test_protocol_http.py",
+    "Which input is wrong, if several are": "tests/triton/protocol/test_protocol.py",
     # Why: the client has to remove that input.
-    "An input too many": "tests/triton/protocol/test_protocol_http.py",
+    "An input too many": "tests/triton/protocol/test_protocol.py",
     # Why: the batch size is wrong, the byte size is right.
-    "An empty batch, over the network": "tests/triton/protocol/test_protocol_http.py",
+    "An empty batch, over the network": "tests/triton/protocol/test_protocol.py",
     # Why: the product overflows, so nothing may be computed with it.
-    "A shape with more elements than memory can hold": "tests/triton/protocol/test_protocol_http.py",
+    "A shape with more elements than memory can hold": "tests/triton/protocol/test_protocol.py",
     # Why: without the header the whole body is JSON.
-    "Bytes behind JSON without a header length": "tests/triton/protocol/test_protocol_http.py",
+    "Bytes behind JSON without a header length": "tests/triton/protocol/test_protocol.py",
     # Why: a float loses the lowest bits of an id.
-    "Whole numbers of 64 bits as parameters": "tests/triton/protocol/test_protocol_grpc.py",
+    "Whole numbers of 64 bits as parameters": "tests/triton/protocol/test_protocol.py",
     # Why: an empty id cannot name a sequence.
-    "An empty text for a sequence": "tests/triton/protocol/test_protocol_http.py",
+    "An empty text for a sequence": "tests/triton/protocol/test_protocol.py",
     # Why: both are the same mistake.
-    "A version below 0": "tests/triton/protocol/test_protocol_grpc.py",
+    "A version below 0": "tests/triton/protocol/test_protocol.py",
     # Why: the client sees which of them is wrong.
-    "An object that is smaller than the region": "tests/triton/protocol/test_protocol_http.py",
+    "An object that is smaller than the region": "tests/triton/protocol/test_protocol.py",
     # Why: moonpool maps memory when a tensor needs it.
-    "A region of no bytes": "tests/triton/protocol/test_protocol_http.py",
+    "A region of no bytes": "tests/triton/protocol/test_protocol.py",
     # Why: an unregister request with an empty name removes all regions.
-    "A region without a name": "tests/triton/protocol/test_protocol_grpc.py",
+    "A region without a name": "tests/triton/protocol/test_protocol.py",
     # Why: moonpool maps from the beginning of the page.
-    "A region that begins inside a page": "tests/triton/protocol/test_protocol_http.py",
+    "A region that begins inside a page": "tests/triton/protocol/test_protocol.py",
     # Why: a key never makes the server look outside `/dev/shm`.
-    "A key that can be no name of an object": "tests/triton/protocol/test_protocol_http.py",
+    "A key that can be no name of an object": "tests/triton/protocol/test_protocol.py",
     # Why: the request was correct.
-    "The status of what was cancelled": "tests/triton/protocol/test_protocol_http.py",
+    "The status of what was cancelled": "tests/triton/protocol/test_protocol.py",
     # Why: no JSON parser can read such a body.
     "Parameters that are NaN or infinite": (
         "tests/server/http/test_inference.py::test_a_response_parameter_that_json_does_not_have_is_an_error"
@@ -190,13 +190,13 @@ TESTS = {
         "tests/server/grpc/test_stream.py::test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it"
     ),
     # Why: the server cannot know which value the client meant.
-    "A parameter that stands twice in `generate`": "tests/triton/protocol/test_protocol_http.py",
+    "A parameter that stands twice in `generate`": "tests/triton/protocol/test_protocol.py",
     # Why: KServe's own REST client reads it.
-    "The body of a health check": "tests/triton/protocol/test_protocol_http.py",
+    "The body of a health check": "tests/triton/protocol/test_protocol.py",
     # Why: a header must not set what the body did not.
     "A forwarded header with the name of a parameter of Triton's own": "tests/server/http/test_forwarding.py",
     # Why: both are the same mistake.
-    "A setting of traces that is out of range": "tests/triton/protocol/test_protocol_http.py",
+    "A setting of traces that is out of range": "tests/triton/protocol/test_protocol.py",
     "A shape of 2⁴⁰ elements in JSON, with one value": (
         "tests/server/hostile/test_requests.py::test_sizes_that_nothing_has_are_refused"
     ),

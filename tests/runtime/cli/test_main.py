@@ -18,7 +18,8 @@ import moonpool
 from moonpool.runtime.cli.main import make_parser
 
 COMMANDS = (
-    "demo", "infer", "check", "bench", "serve", "top", "triton", "sandbox", "run", "run-model", "completion",
+    "demo", "infer", "check", "conformance", "bench", "serve", "top", "triton", "sandbox", "run", "run-model",
+    "completion",
 )  # fmt: skip
 
 

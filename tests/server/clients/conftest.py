@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tests.server.running import RunningServer, running
 
-MODELS = Path(__file__).parents[2] / "triton" / "protocol" / "models"
+from moonpool.runtime.conformance import comparing
+
+MODELS = comparing.EXPECTED.with_name("models")
 LOADED = ("add_sub", "batched", "every", "fails", "repeat", "says", "sums")
 
 

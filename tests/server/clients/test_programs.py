@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from tests.server.running import RunningServer
-from tests.triton.protocol.tensors import GOOD
+
+from moonpool.runtime.conformance.tensors import GOOD
 
 ROOT = Path(__file__).parents[3]
 VARIABLE = "MOONPOOL_PERF_ANALYZER"

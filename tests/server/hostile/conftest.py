@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from tests.server.hostile.figures import Figures
 from tests.server.running import RunningServer, running
-from tests.server.wire import infer, send
-from tests.triton.protocol.tensors import GOOD, tensor
 from tests.waiting import wait_until
 
-MODELS = Path(__file__).parents[2] / "triton" / "protocol" / "models"
+from moonpool.runtime.conformance import comparing
+from moonpool.runtime.conformance.tensors import GOOD, tensor
+from moonpool.runtime.conformance.wire import infer, send
+
+MODELS = comparing.EXPECTED.with_name("models")
 ONE = {"inputs": [tensor("IN_FP32", [1])]}
 BODY_BYTES = 4 << 20
 INFLATED_BYTES = 8 << 20

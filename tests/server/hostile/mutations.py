@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import strategies as st
-from tests.triton.protocol.tensors import GOOD, A, B, lent, output, tensor
+
+from moonpool.runtime.conformance.tensors import GOOD, A, B, lent, output, tensor
 
 VALID: list[tuple[str, Any]] = [
     ("/v2/models/add_sub/infer", GOOD),

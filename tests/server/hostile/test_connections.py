@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.hostile.conftest import BODY_BYTES, Target
-from tests.server.wire import as_bytes
-from tests.triton.protocol.tensors import GOOD
 from tests.waiting import Deadline
+
+from moonpool.runtime.conformance.tensors import GOOD
+from moonpool.runtime.conformance.wire import as_bytes
 
 pytestmark = pytest.mark.promise(
     "What the server bears, and whom it answers like",

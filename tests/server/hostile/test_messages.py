@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.hostile.conftest import Target
-from tests.triton.protocol.messages import A, B, add_sub, repeat, request, tensor, told, typed
-from tests.triton.protocol.tensors import ONES
+
+from moonpool.runtime.conformance.messages import A, B, add_sub, repeat, request, tensor, told, typed
+from moonpool.runtime.conformance.tensors import ONES
 
 pytestmark = pytest.mark.usefixtures("target")
 SERVICE = "/inference.GRPCInferenceService/"

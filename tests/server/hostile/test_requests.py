@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.server.hostile.conftest import BODY_BYTES, INFLATED_BYTES, Target
 from tests.server.hostile.mutations import wrong_requests
-from tests.server.wire import Http, Reply, as_bytes, binary, get, infer, post, send
-from tests.triton.protocol.tensors import GOOD, A, B, lent, output, tensor
+
+from moonpool.runtime.conformance.tensors import GOOD, A, B, lent, output, tensor
+from moonpool.runtime.conformance.wire import Http, WireReply, as_bytes, binary, get, infer, post, send
 
 MANY = settings(
     max_examples=250,
@@ -22,7 +23,7 @@ MANY = settings(
 )
 
 
-def _is_proper(reply: Reply) -> None:
+def _is_proper(reply: WireReply) -> None:
     """Check that an answer is a result or an expected error in words."""
     assert reply.status in {200, 400, 404, 405, 409, 413, 431, 499, 500, 501, 503}, reply
     if reply.status >= 400:

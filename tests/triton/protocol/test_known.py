@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.triton.differences import TESTS
 from tests.triton.protocol.known import DIFFERENCES, difference
-from tests.triton.protocol.test_protocol_grpc import CASES as GRPC
-from tests.triton.protocol.test_protocol_http import CASES as HTTP
+
+from moonpool.runtime.conformance.cases import all_cases
 
 PAGE = Path(__file__).parents[3] / "docs" / "site" / "PROTOCOL_DIFFERENCES.md"
 
@@ -25,6 +25,4 @@ def test_every_difference_is_told() -> None:
 
 
 def test_every_difference_has_a_case() -> None:
-    names = [str(case.values[0]) for case in [*GRPC, *HTTP]]
-
-    assert {difference(name) for name in names} - {None} == set(DIFFERENCES)
+    assert {difference(case.name) for case in all_cases()} - {None} == set(DIFFERENCES)

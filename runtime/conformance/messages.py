@@ -1,4 +1,4 @@
-"""Messages of the gRPC service, as short as a table of requests needs them."""
+"""Makes messages of the gRPC service, as short as a table of requests needs them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from tests.triton.protocol.tensors import ONE_TO_FOUR, ONES
-from tritonclient.grpc import service_pb2 as pb
+from moonpool.runtime.conformance.tensors import KEY, KEY_BYTES, ONE_TO_FOUR, ONES
+from moonpool.runtime.model.protobuf import service_messages
+
+kserve = service_messages()
 
 
 def with_parameters(message: Any, parameters: dict[str, Any]) -> Any:
@@ -28,20 +30,20 @@ def with_parameters(message: Any, parameters: dict[str, Any]) -> Any:
 
 
 def tensor(name: str, datatype: str = "FP32", shape: Sequence[int] = (4,), **parameters: Any) -> Any:
-    """An input whose content is raw, or in shared memory."""
-    described = pb.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
+    """Make an input whose content is raw, or in shared memory."""
+    described = kserve.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=shape)
     return with_parameters(described, parameters)
 
 
 def typed(field: str, values: Sequence[Any], name: str, datatype: str = "FP32", shape: Sequence[int] = ()) -> Any:
-    """An input whose content is in a field of its type."""
+    """Make an input whose content is in a field of its type."""
     described = tensor(name, datatype, shape or [len(values)])
     getattr(described.contents, field).extend(values)
     return described
 
 
 def output(name: str, **parameters: Any) -> Any:
-    wanted = pb.ModelInferRequest.InferRequestedOutputTensor(name=name)
+    wanted = kserve.ModelInferRequest.InferRequestedOutputTensor(name=name)
     return with_parameters(wanted, parameters)
 
 
@@ -54,7 +56,7 @@ def request(
     request_id: str = "",
     **parameters: Any,
 ) -> Any:
-    message = pb.ModelInferRequest(
+    message = kserve.ModelInferRequest(
         model_name=model, model_version=version, id=request_id, inputs=inputs, outputs=outputs, raw_input_contents=raw
     )
     return with_parameters(message, parameters)
@@ -95,33 +97,33 @@ def sums(**parameters: Any) -> Any:
 
 
 def load(model: str, **parameters: Any) -> Any:
-    return with_parameters(pb.RepositoryModelLoadRequest(model_name=model), parameters)
+    return with_parameters(kserve.RepositoryModelLoadRequest(model_name=model), parameters)
 
 
 def unload(model: str, **parameters: Any) -> Any:
-    return with_parameters(pb.RepositoryModelUnloadRequest(model_name=model), parameters)
+    return with_parameters(kserve.RepositoryModelUnloadRequest(model_name=model), parameters)
 
 
 def register(**change: Any) -> Any:
-    usual = {"name": "r", "key": "/moonpool_tests_clients", "offset": 0, "byte_size": 64}
-    return pb.SystemSharedMemoryRegisterRequest(**{**usual, **change})
+    usual = {"name": "r", "key": KEY, "offset": 0, "byte_size": KEY_BYTES}
+    return kserve.SystemSharedMemoryRegisterRequest(**{**usual, **change})
 
 
 def shared(make: Any, name: str, **change: Any) -> Any:
-    """An input or output of 16 bytes in the shared memory `r`."""
+    """Make an input or output of 16 bytes in the shared memory `r`."""
     where = {"shared_memory_region": "r", "shared_memory_byte_size": 16, **change}
     return make(name, **{key: value for key, value in where.items() if value is not None})
 
 
 def trace(model: str = "", **settings: Sequence[str]) -> Any:
-    message = pb.TraceSettingRequest(model_name=model)
+    message = kserve.TraceSettingRequest(model_name=model)
     for name, values in settings.items():
         message.settings[name].value.extend(values)
     return message
 
 
 def logging(**settings: Any) -> Any:
-    message = pb.LogSettingsRequest()
+    message = kserve.LogSettingsRequest()
     for name, value in settings.items():
         setting = message.settings[name]
         if isinstance(value, bool):

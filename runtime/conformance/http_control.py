@@ -1,4 +1,4 @@
-"""All but inference over HTTP: one line a case. What a case changes in a server, its last requests undo."""
+"""Lists all but inference over HTTP: one line a case. What a case changes in a server, its last requests undo."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.server.wire import Http, get, infer, post
-from tests.triton.protocol.tensors import GOOD, A, B, Json, output, shared
+from moonpool.runtime.conformance.tensors import GOOD, KEY, KEY_BYTES, A, B, Json, output, shared
+from moonpool.runtime.conformance.wire import Http, get, infer, post
 
 Case = tuple[str, list[Http]]
 SOURCE = (Path(__file__).parent / "models" / "add_sub" / "1" / "model.py").read_bytes()
-# In /dev/shm while the tests run, of 64 bytes.
-KEY = "/moonpool_tests_clients"
 
 
 def _gets(*paths: str) -> list[Case]:
@@ -134,7 +132,7 @@ GENERATE: list[Case] = [
 
 _REGIONS = "/v2/systemsharedmemory"
 _FORGET = post(f"{_REGIONS}/unregister")
-_R: Json = {"key": KEY, "offset": 0, "byte_size": 64}
+_R: Json = {"key": KEY, "offset": 0, "byte_size": KEY_BYTES}
 _REGISTER = post(f"{_REGIONS}/region/r/register", _R)
 
 
@@ -143,7 +141,7 @@ def _registered(title: str, *requests: Http) -> Case:
 
 
 def _lent(title: str, **parameters: Any) -> list[Case]:
-    """The first input in shared memory, then the first output."""
+    """Make cases with the first input in shared memory, and with the first output."""
     to = {"shared_memory_region": "r", "shared_memory_byte_size": 16, **parameters}
     back = [output("OUTPUT0", **to)]
     return [
@@ -210,7 +208,7 @@ _STATISTICS = get("/v2/models/loadable/versions/3/stats")._replace(has=b'"execut
 
 
 def config(**more: Any) -> str:
-    """The configuration of add_sub, as a client may send it."""
+    """Return the configuration of add_sub, as a client may send it."""
     sides = {
         side: [{"name": f"{side.upper()}{i}", "data_type": "TYPE_FP32", "dims": [4]} for i in (0, 1)]
         for side in ("input", "output")

@@ -1,4 +1,4 @@
-"""Calls over gRPC: one line a case. A case is a name and its calls, in their order: method and message.
+"""Lists calls over gRPC: one line a case. A case is a name and its calls, in their order: method and message.
 
 What a case changes in a server, its last calls undo. Streams are a name, the messages and the metadata.
 """
@@ -9,8 +9,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from tests.triton.protocol.control_cases import SOURCE, config
-from tests.triton.protocol.messages import (
+from moonpool.runtime.conformance.http_control import SOURCE, config
+from moonpool.runtime.conformance.messages import (
     A,
     B,
     add_sub,
@@ -30,9 +30,10 @@ from tests.triton.protocol.messages import (
     typed,
     unload,
 )
-from tests.triton.protocol.tensors import ONE_TO_FOUR, ONES
-from tritonclient.grpc import service_pb2 as pb
+from moonpool.runtime.conformance.tensors import ONE_TO_FOUR, ONES
+from moonpool.runtime.model.protobuf import service_messages
 
+kserve = service_messages()
 Call = tuple[str, Any]
 Case = tuple[str, list[Call]]
 Stream = tuple[str, list[Any], Sequence[tuple[str, str]]]
@@ -43,8 +44,8 @@ def _infer(**messages: Any) -> list[Case]:
 
 
 WHICH: list[Case] = [
-    ("live", [("ServerLive", pb.ServerLiveRequest())]),
-    ("ready", [("ServerReady", pb.ServerReadyRequest())]),
+    ("live", [("ServerLive", kserve.ServerLiveRequest())]),
+    ("ready", [("ServerReady", kserve.ServerReadyRequest())]),
 ]
 for _name, _version in (
     *(("add_sub", version) for version in ("", "1", "2", "0", "x", "1x", " 1", "-1", "-2", "9" * 20)),
@@ -52,13 +53,13 @@ for _name, _version in (
 ):  # fmt: skip
     _of = {"name": _name, "version": _version}
     WHICH += [
-        (f"ModelReady {_of}", [("ModelReady", pb.ModelReadyRequest(**_of))]),
-        (f"ModelMetadata {_of}", [("ModelMetadata", pb.ModelMetadataRequest(**_of))]),
-        (f"ModelConfig {_of}", [("ModelConfig", pb.ModelConfigRequest(**_of))]),
+        (f"ModelReady {_of}", [("ModelReady", kserve.ModelReadyRequest(**_of))]),
+        (f"ModelMetadata {_of}", [("ModelMetadata", kserve.ModelMetadataRequest(**_of))]),
+        (f"ModelConfig {_of}", [("ModelConfig", kserve.ModelConfigRequest(**_of))]),
         (f"ModelInfer {_of}", [("ModelInfer", add_sub(model=_name, version=_version))]),
     ]
     if _name != "" and (_name, _version) not in {("add_sub", ""), ("batched", "")}:
-        WHICH.append((f"ModelStatistics {_of}", [("ModelStatistics", pb.ModelStatisticsRequest(**_of))]))
+        WHICH.append((f"ModelStatistics {_of}", [("ModelStatistics", kserve.ModelStatisticsRequest(**_of))]))
 
 _LONG = typed("fp32_contents", [1] * 5, "INPUT1", shape=[4])
 _TYPED = typed("fp32_contents", [1, 2, 3, 4], "INPUT0")
@@ -148,8 +149,8 @@ DATATYPES: list[Case] = [
     _raw("BYTES", b"\1\0\0\0a\1\0\0\0b", 1), _raw("BOOL", b"\2", 1),
 ]  # fmt: skip
 
-_ALL = ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest())
-_STATUS = ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest())
+_ALL = ("SystemSharedMemoryUnregister", kserve.SystemSharedMemoryUnregisterRequest())
+_STATUS = ("SystemSharedMemoryStatus", kserve.SystemSharedMemoryStatusRequest())
 _KEPT = ("SystemSharedMemoryRegister", register())
 
 
@@ -184,14 +185,14 @@ def _loaded(title: str, parameters: dict[str, Any]) -> Case:
 
 CONTROL: list[Case] = [
     ("no regions", [_STATUS]),
-    ("an unknown region", [("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest(name="nope"))]),
+    ("an unknown region", [("SystemSharedMemoryStatus", kserve.SystemSharedMemoryStatusRequest(name="nope"))]),
     *[
         (f"register {change!r}", [("SystemSharedMemoryRegister", register(**change)), _ALL])
         for change in ({"key": "/nope"}, {"byte_size": 65}, {"byte_size": 0}, {"offset": 64, "byte_size": 1}, {"name": ""})
     ],
     _registered("its status", _STATUS),
     _registered("twice", _KEPT),
-    _registered("let go of another", ("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name="x")), _STATUS),
+    _registered("let go of another", ("SystemSharedMemoryUnregister", kserve.SystemSharedMemoryUnregisterRequest(name="x")), _STATUS),
     *_lent("as it should be"),
     *_lent("of nobody", shared_memory_region="x"),
     *_lent("named by a number", shared_memory_region=1),
@@ -203,13 +204,13 @@ CONTROL: list[Case] = [
     *_lent("a negative size", shared_memory_byte_size=-1),
     *_lent("no size", shared_memory_byte_size=None),
     *_lent("with classes", classification=1),
-    ("CUDA: none", [("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest())]),
-    ("CUDA: unknown", [("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest(name="x"))]),
-    ("index", [("RepositoryIndex", pb.RepositoryIndexRequest())]),
-    ("index of what is ready", [("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))]),
+    ("CUDA: none", [("CudaSharedMemoryStatus", kserve.CudaSharedMemoryStatusRequest())]),
+    ("CUDA: unknown", [("CudaSharedMemoryStatus", kserve.CudaSharedMemoryStatusRequest(name="x"))]),
+    ("index", [("RepositoryIndex", kserve.RepositoryIndexRequest())]),
+    ("index of what is ready", [("RepositoryIndex", kserve.RepositoryIndexRequest(ready=True))]),
     ("load what is not there", [("RepositoryModelLoad", load("nope"))]),
     ("load nothing", [("RepositoryModelLoad", load(""))]),
-    ("load from another repository", [("RepositoryModelLoad", pb.RepositoryModelLoadRequest(repository_name="x", model_name="add_sub"))]),
+    ("load from another repository", [("RepositoryModelLoad", kserve.RepositoryModelLoadRequest(repository_name="x", model_name="add_sub"))]),
     ("load what fails", [("RepositoryModelLoad", load("broken"))]),
     *[_loaded(title, parameters) for title, parameters in _OVERRIDES.items()],
     ("unload what is not there", [("RepositoryModelUnload", unload("nope"))]),

@@ -1,4 +1,4 @@
-"""Inference over HTTP: one line a case. A case is a name and the requests that make it, in their order."""
+"""Lists inference over HTTP: one line a case. A case is a name and the requests that make it, in their order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import struct
 import zlib
 from typing import Any
 
-from tests.server.wire import Http, as_bytes, binary, infer, post
-from tests.triton.protocol.tensors import GOOD, ONE_TO_FOUR, ONES, A, B, batch, lent, output, tensor
+from moonpool.runtime.conformance.tensors import GOOD, ONE_TO_FOUR, ONES, A, B, batch, lent, output, tensor
+from moonpool.runtime.conformance.wire import Http, as_bytes, binary, infer, post
 
 Case = tuple[str, list[Http]]
 TEXT = as_bytes(GOOD)
@@ -17,18 +17,18 @@ INF, NAN = float("inf"), float("nan")
 
 
 def _bodies(model: str, **bodies: Any) -> list[Case]:
-    """One case for each body that `model` is sent."""
+    """Make a case for each body that `model` is sent."""
     return [(name.replace("_", " "), [infer(model, body)]) for name, body in bodies.items()]
 
 
 def _first(**changes: Any) -> Any:
-    """A good request but for its first input."""
+    """Return a good request but for its first input."""
     return {"inputs": [{**A, **changes}, B]}
 
 
 def _told(**parameters: Any) -> list[Case]:
     return [
-        (f"{name}: {value!r}"[:60], [infer("told", {"inputs": [X], "parameters": {name: value}})])
+        (f"{name}: {value!r}"[:160], [infer("told", {"inputs": [X], "parameters": {name: value}})])
         for name, values in parameters.items()
         for value in values
     ]
@@ -42,7 +42,7 @@ def _typed(datatype: str, *data: list[Any]) -> list[Case]:
 
 
 def _raw(datatype: str, count: int, data: bytes) -> list[Case]:
-    """A binary tensor given back as JSON, and as it came."""
+    """Make cases of a binary tensor given back as JSON, and as it came."""
     name = "STRING" if datatype == "BYTES" else datatype
     inputs = [lent(f"IN_{name}", len(data), datatype, [count])]
     bare = {"inputs": inputs}

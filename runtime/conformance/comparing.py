@@ -1,29 +1,41 @@
-"""Two answers in a form in which they can be compared: what must differ is left out, and nothing else."""
+"""Brings answers into a form in which they can be compared: what must differ is left out, and nothing else.
+
+In that form, `expected.txt` has what a tritonserver answered.
+"""
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
+import math
 import re
 import zlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from tests.server.wire import Reply
 
-# These headers are about the connection, which each server handles in its own way.
-_OF_THE_CONNECTION = {"connection", "content-length", "date", "server", "transfer-encoding"}
+from moonpool.runtime.conformance.wire import WireReply
+
+EXPECTED = Path(__file__).with_name("expected.txt")
+_HEAD = "# What a tritonserver 2.51.0, its models running under Python 3.11, answered to each case.\n"
+# What other headers say is about the connection, or a server's own.
+_COMPARED = {"accept-encoding", "content-encoding", "content-type", "inference-header-content-length"}
 _ID = re.compile(r"(?:^|(?<=Converting keyword: 'parameters': ))\[request id: .*?\] ")
 # Each JSON parser has its own words for a mistake and its place.
 _PARSER = re.compile(r"(failed to parse the request JSON buffer: ).*", re.DOTALL)
+# The repository, which may lie anywhere.
+_PLACE = re.compile(r"/\S*/(?=\w+/[0-9]+/model\.py)")
 # Measured values are never the same twice.
 _MEASURED = {"last_inference", "ns"}
 
 
-def comparable(reply: Reply) -> tuple[int, dict[str, str], list[Any], bytes]:
-    """Status, headers, the values of the body and the binary tensors behind them."""
-    headers = {k: v for k, v in reply.headers.items() if k not in _OF_THE_CONNECTION}
+def comparable(reply: WireReply) -> tuple[int, dict[str, str], list[Any], bytes]:
+    """Return status, headers, the values of the body and the binary tensors behind them."""
+    headers = {k: v for k, v in reply.headers.items() if k in _COMPARED}
     body = _decoded(reply.body, headers.get("content-encoding"))
     size = headers.pop("inference-header-content-length", None)
     text, tensors = (body, b"") if size is None else (body[: int(size)], body[int(size) :])
@@ -37,7 +49,7 @@ def comparable(reply: Reply) -> tuple[int, dict[str, str], list[Any], bytes]:
 
 
 def message(found: Message) -> Any:
-    """A message of gRPC as plain values. Maps are sorted, as they come in any order."""
+    """Return a message of gRPC as plain values. Maps are sorted, as they come in any order."""
     return _sorted(_without_measures(MessageToDict(found, preserving_proto_field_name=True)))
 
 
@@ -48,8 +60,8 @@ def _sorted(value: Any) -> Any:
 
 
 def words(text: str) -> str:
-    """An error's text without the id of the request, which the caller knows."""
-    return _PARSER.sub(r"\1...", _ID.sub("", text))
+    """Return an error's text without the id of the request, which the caller knows, and without the server's paths."""
+    return _PLACE.sub("{repository}/", _PARSER.sub(r"\1...", _ID.sub("", text)))
 
 
 def _decoded(body: bytes, encoding: str | None) -> bytes:
@@ -64,7 +76,7 @@ def _event(text: str) -> Any:
 
 
 def _value(text: bytes) -> Any:
-    """A JSON value with its keys in order; what is no JSON, as it is."""
+    """Return a JSON value with its keys in order; what is no JSON, as it is."""
     try:
         value = json.loads(text.decode("utf-8", "surrogateescape"), object_pairs_hook=_Ordered)
     except ValueError:
@@ -92,4 +104,22 @@ def _without_measures(value: Any) -> Any:
         return [_without_measures(item) for item in value]
     if isinstance(value, str):
         return words(value)
-    return "NaN" if value != value else value
+    if isinstance(value, float) and not math.isfinite(value):
+        # As JSON has it, which some write as numbers and others as texts.
+        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    return value
+
+
+def read_expected(file: Path = EXPECTED) -> dict[str, Any]:
+    """Return what a tritonserver answered, by the names of the cases."""
+    answers = {}
+    for block in file.read_text(encoding="utf-8").split("\n\n")[1:]:
+        name, _, answer = block.strip("\n").partition("\n")
+        answers[ast.literal_eval(name)] = ast.literal_eval(answer)
+    return answers
+
+
+def write_expected(file: Path, answers: Mapping[str, Any]) -> None:
+    """Write such answers, brought into the form of this module, as literals of Python."""
+    blocks = [f"{name!r}\n{answers[name]!r}\n" for name in sorted(answers)]
+    file.write_text("\n".join([_HEAD, *blocks]), encoding="utf-8")

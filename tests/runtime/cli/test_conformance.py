@@ -1,0 +1,90 @@
+"""`moonpool conformance` compares any server with what a tritonserver answered."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.runtime.cli.shell import CommandLine
+from tests.server.running import running
+
+pytest.importorskip("grpc")
+
+
+@pytest.fixture
+def repository(cli: CommandLine) -> Path:
+    assert cli("conformance", "--models", "repository").returncode == 0
+    return cli.folder / "repository"
+
+
+def test_a_server_is_compared_over_both_protocols(cli: CommandLine, repository: Path) -> None:
+    said = cli("conformance", "--models", "another").stdout.splitlines()[1]
+    options = [each for each in shlex.split(said)[2:] if not each.startswith("--model-repository")]
+    with running(repository, *options) as server:
+        addresses = [f"http://localhost:{server.ports['http']}", "--grpc", f"localhost:{server.ports['grpc']}"]
+
+        ended = cli("conformance", *addresses, "--json", "found.json", "--details")
+
+    rows = [
+        line.rsplit(maxsplit=4) for line in ended.stdout.splitlines() if not line.startswith((" ", "differs", "fails"))
+    ]
+    counts = {row[0].strip(): list(map(int, row[1:])) for row in rows[1:]}
+    requests, same, differs, fails = counts["all"]
+    assert requests > 900
+    assert same + differs + fails == requests
+    # Those that PROTOCOL_DIFFERENCES tells.
+    assert same > 0.85 * requests
+    assert counts["sequences            HTTP"] == [5, 5, 0, 0]
+    assert counts["streams              gRPC"][2:] == [0, 0]
+    assert ended.returncode == (1 if fails else 0)
+    outcomes = json.loads((cli.folder / "found.json").read_text())
+    assert len(outcomes) == requests
+    assert sum(each["verdict"] == "fails" for each in outcomes) == fails
+    assert f"fails: {next(each['name'] for each in outcomes if each['verdict'] == 'fails')}"[7:] in ended.stdout
+    assert not Path("/dev/shm/moonpool_conformance").exists()
+
+
+def test_only_one_extension_is_asked_for(cli: CommandLine, repository: Path) -> None:
+    options = ["--model-control-mode=explicit"]
+    options += [
+        f"--load-model={name}" for name in ("add_sub", "batched", "every", "fails", "repeat", "says", "sums", "told")
+    ]
+    with running(repository, *options) as server:
+        ended = cli("conformance", f"http://localhost:{server.ports['http']}", "--only", "sequences")
+
+    assert ended.returncode == 0
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["extension", "sequences", "all"]
+
+
+def test_a_server_without_the_models_is_told_so(cli: CommandLine, repository: Path) -> None:
+    with running(repository, "--model-control-mode=explicit", "--load-model=add_sub") as server:
+        ended = cli("conformance", f"http://localhost:{server.ports['http']}")
+
+    assert ended.returncode == 1
+    assert "has not loaded batched, every, fails" in ended.stderr
+    assert "--models FOLDER" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "say where the server is"),
+        (["http://localhost:1", "--only", "nothing"], "there are no requests for 'nothing', but for binary data"),
+        (["grpc://localhost:1"], "URL is http://HOST:PORT"),
+        (["--models", "."], "is there already"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(cli: CommandLine, arguments: list[str], told: str) -> None:
+    ended = cli("conformance", *arguments)
+
+    assert ended.returncode == 2
+    assert told in ended.stderr
+
+
+def test_nobody_answers(cli: CommandLine) -> None:
+    ended = cli("conformance", "http://localhost:1")
+
+    assert ended.returncode == 1
+    assert "nobody answers over HTTP at localhost:1" in ended.stderr
