@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.targets import archives, batches, bench, calls, clients, configurations, links, messages, openai
+from tests.fuzz.targets import archives, batches, bench, calls, clients, configurations, links, messages, openai, source
 
 Target = Callable[[bytes], None]
 
@@ -37,6 +37,8 @@ TARGETS: dict[str, Target] = {
     "pbtxt": configurations.pbtxt,
     "completed": configurations.completed,
     "archive": archives.archive,
+    "source_answer": source.source_answer,
+    "source_value": source.source_value,
     "bench_input_data": bench.input_data,
     "bench_npz": bench.npz,
     "bench_replay": bench.replay,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -188,6 +189,16 @@ def test_a_granted_folder_can_be_read_and_modules_are_imported_before(tmp_path: 
 
     assert moonpool.run(source, paths=[str(tmp_path)], imports=["fractions"]).unwrap() == [True, "granted"]
     assert str(moonpool.run(source).error).startswith("PermissionError")
+
+
+def test_an_environment_of_its_own_runs_the_source() -> None:
+    done = moonpool.run("import sys; sys.prefix", environment=sys.prefix, timeout_s=60)
+
+    assert done.unwrap() == os.path.realpath(sys.prefix)
+    with pytest.raises(moonpool.BadEnvironment, match="Failed to get the canonical path"):
+        moonpool.run("1", environment="/no/such/environment")
+    with pytest.raises(moonpool.BadEnvironment, match="--index-url"):
+        moonpool.run("1", environment=["numpy", "--index-url=http://127.0.0.1"])
 
 
 def test_many_threads_share_few_processes() -> None:
