@@ -19,6 +19,7 @@ from tests.hub.stand_in import Hub, running
 
 from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.repository import hub_store
+from moonpool.runtime.repository.cloud_copies import WATCHERS
 from moonpool.runtime.repository.repository import HubRepository, ModelDirectory, ModelRepositories, repository_at
 
 WEIGHTS = b"weights" * 1000
@@ -455,3 +456,17 @@ def test_a_check_tells_what_a_repository_would_like(hub: Hub, tmp_path: Path) ->
     assert any("it has pickles, which are programs: 'old.pkl'; not copied" in line for line in lines)
     assert lines[-1].startswith("error: m: ")
     assert done.returncode == 1
+
+
+def test_a_copy_tells_how_far_it_is(hub: Hub) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    class Display:
+        def copying(self, what: str, copied_bytes: int, all_bytes: int) -> None:
+            told.append((what, copied_bytes, all_bytes))
+
+    display = Display()
+    WATCHERS.add(display)
+    hub.put("o/m", FILES)
+    size = sum(path.stat().st_size for path in find("hf://o/m").path.rglob("*") if path.is_file())
+    assert told[-2:] == [("hf://o/m/m", size, size), ("hf://o/m/m", 0, 0)]

@@ -132,6 +132,16 @@ def test_the_time_goes_on_while_something_starts(tty: Tty) -> None:
     assert "ready" in tty.getvalue()
 
 
+def test_a_copy_has_a_bar(tty: Tty) -> None:
+    progress = moonpool.Progress(tty)
+    progress.copying("hf://o/m", 1_500_000, 3_000_000)
+    assert "hf://o/m [##########..........] 1.5 of 3.0 MB" in tty.getvalue()
+    progress.copying("hf://o/m", 0, 0)
+    tty.truncate(0)
+    progress.say("over")
+    assert "MB" not in tty.getvalue()
+
+
 def test_a_death_and_a_return_are_shown(tty: Tty) -> None:
     progress = moonpool.Progress(tty)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 import __future__
 
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Optional, TypedDict, TypeVar, Union
 
@@ -191,3 +192,19 @@ def test_the_names_can_be_had_from_the_package(monkeypatch: pytest.MonkeyPatch) 
 
     assert moonpool.__dict__["Float32"] == "its own"
     assert hasattr(moonpool, "Outputs")
+
+
+def test_a_decorator_of_another_module_hides_no_hint() -> None:
+    names: dict[str, Any] = {"functools": functools}
+    exec(
+        "def decorated(function):\n"
+        "    @functools.wraps(function)\n"
+        "    def call(*arguments, **named): return function(*arguments, **named)\n"
+        "    return call",
+        names,
+    )
+
+    class Decorated:
+        __call__ = names["decorated"](AddSub.__call__)
+
+    assert signature_of(Decorated).inputs.keys() == {"A", "B"}
