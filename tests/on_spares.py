@@ -30,10 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     def made_and_taken(
         self: Spares, python: str, environment: Mapping[str, str], *arguments: Any, **more: Any
     ) -> ChildProcess | None:
-        self.count = 1
+        count = self.count
+        # Of a runtime that has none otherwise, as no spare is to wait when a test ends.
+        self.count = count or 1
         make(self, python, environment)
         process = take(self, python, environment, *arguments, **more)
-        self.count = 0
+        self.count = count
         return process
 
     # This is never undone, because the option is for the whole process.
