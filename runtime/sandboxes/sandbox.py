@@ -207,6 +207,8 @@ class Sandbox:
         self._worker: Worker | None = None
         self._running: Running | None = None
         self._closed = self._loses_state = False
+        # The thread that runs source at the moment; 0 for none.
+        self._thread = 0
 
     def __enter__(self) -> Sandbox:
         return self
@@ -233,14 +235,35 @@ class Sandbox:
         limit_s = self._timeout_s if timeout_s is None else OF_RUNTIME.seconds("timeout_s", timeout_s)
         request = _request(source, inputs, read_files(files))
         _checked(on_output)
+        self._refuse_inside()
+        try:
+            return self._run(request, on_output, limit_s)
+        finally:
+            if self._closed:  # perhaps by `on_output`, which cannot wait for this run
+                self.close()
+
+    def _refuse_inside(self) -> None:
+        """Raise `InvalidRequest` in `on_output`: the run would wait for itself."""
+        if self._thread == threading.get_ident():
+            raise InvalidRequest("a run of this sandbox is going on in this very thread, which calls on_output")
+
+    def _run(self, request: values.Written, on_output: Tell | None, limit_s: float) -> RunResult:
         with self._lock:
-            running = self._process(on_output)
-            lost, self._loses_state = self._loses_state, True
-            ended = running.ask(request, _most_bytes(self._limits), time.monotonic() + limit_s)
-            result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
-            # Otherwise, and if anything is raised before, the next run begins anew.
-            self._loses_state = ended.packet is None
-            return result
+            self._thread = threading.get_ident()
+            try:
+                return self._run_alone(request, on_output, limit_s)
+            finally:
+                self._thread = 0
+
+    def _run_alone(self, request: values.Written, on_output: Tell | None, limit_s: float) -> RunResult:
+        """Run source. Under the lock."""
+        running = self._process(on_output)
+        lost, self._loses_state = self._loses_state, True
+        ended = running.ask(request, _most_bytes(self._limits), time.monotonic() + limit_s)
+        result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
+        # Otherwise, and if anything is raised before, the next run begins anew.
+        self._loses_state = ended.packet is None
+        return result
 
     async def arun(
         self,
@@ -284,6 +307,8 @@ class Sandbox:
         """End the process. A run that is going on ends with an error. May be called many times."""
         self._closed = True
         self._kill()
+        if self._thread == threading.get_ident():
+            return  # `on_output` calls, and the run does the rest when it ends
         with self._lock:
             self._running = None
             worker, self._worker = self._worker, None

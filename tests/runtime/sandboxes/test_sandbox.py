@@ -86,6 +86,25 @@ def test_a_run_ends_when_its_sandbox_is_closed() -> None:
     assert results[0].error.type == "Closed"
 
 
+def test_what_gets_the_output_may_close_the_sandbox_but_run_nothing() -> None:
+    box = moonpool.Sandbox(timeout_s=100)
+    refused: list[str] = []
+
+    def tell(_: str, __: str) -> None:
+        try:
+            box.run("1")
+        except moonpool.InvalidRequest as error:
+            refused.append(str(error))
+        box.close()
+
+    done = box.run("print(1)\nwhile True: pass", on_output=tell)
+    assert done.error is not None
+    assert done.error.type == "Closed"
+    assert "in this very thread" in refused[0]
+    with pytest.raises(moonpool.InvalidRequest, match="was closed"):
+        box.run("1")
+
+
 def test_an_event_loop_may_use_one() -> None:
     asyncio.run(uses_one())
 
