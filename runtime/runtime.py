@@ -273,7 +273,7 @@ class Runtime:
             hosted = self._find(name, version)
         except MoonpoolError as error:
             return str(error)
-        return wait_for_answer(hosted.ask_ready)
+        return wait_for_answer(hosted.ask_ready, hosted.scheduler.reactor)
 
     def config(self, name: str, version: int | None = None) -> ModelConfig:
         """Return the configuration after the model completed it."""

@@ -12,7 +12,7 @@ cdef class Reactor:
     cdef public dict _readers, _once, _paused
     cdef public set _armed, _writers
     cdef public list _later
-    cdef public bint _running, _has_ended
+    cdef public bint _running, has_ended
 
     cpdef arm(self, fd, callback)
     cpdef _run_soon(self)

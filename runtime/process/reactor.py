@@ -114,7 +114,8 @@ class Reactor:
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._running = True
-        self._has_ended = False
+        # True once it runs nothing any more.
+        self.has_ended = False
         # Taken until then.
         self._ends = threading.Lock()
         self._ends.acquire()
@@ -161,7 +162,7 @@ class Reactor:
         call = _Call(action)
         self.call_soon(call.run)
         while not call.done.acquire(timeout=_LOOK_S):
-            if self._has_ended and not call.done.acquire(blocking=False):
+            if self.has_ended and not call.done.acquire(blocking=False):
                 raise Closed("the runtime has ended")
         if call.error is not None:
             raise call.error
@@ -284,7 +285,7 @@ class Reactor:
         try:
             self._turn()
         finally:
-            self._has_ended = True
+            self.has_ended = True
             self._ends.release()
 
     def _turn(self) -> None:

@@ -86,7 +86,7 @@ class Metadata:
             hosted = self._registry.find(name, number)
         except (ModelNotFound, ModelUnavailable):
             return False
-        reason = wait_for_answer(hosted.ask_ready)
+        reason = wait_for_answer(hosted.ask_ready, hosted.scheduler.reactor)
         if reason is not None:
             # One line for each probe, as in Triton. Questions of models are not logged, as a model may ask without end.
             down = hosted.instance_down

@@ -26,6 +26,8 @@ from moonpool.runtime.process.reactor import Reactor
 Answer: TypeAlias = Callable[[str | None], object]
 
 TIMEOUT_S = 5.0
+# Seconds between two looks whether the reactor has ended, and until a backend counts as one that never answers.
+_LOOK_S, _MOST_S = 1.0, 120.0
 _TOO_LATE = "Timed out waiting for user-defined is_ready() response"
 _STILL_TOO_LATE = "Timed out waiting for in-flight is_ready() response"
 
@@ -123,14 +125,23 @@ def ask_all(instances: Sequence[ModelInstance], answer: Answer) -> None:
         instance.backend.model_instance_ready(instance, together.add)
 
 
-def wait_for_answer(ask: Callable[[Answer], object]) -> str | None:
-    """Ask, and wait for the answer on this thread, which must not be the reactor's."""
+def wait_for_answer(ask: Callable[[Answer], object], reactor: Reactor) -> str | None:
+    """Ask, and wait for the answer on this thread, which must not be the reactor's.
+
+    On a busy machine the reactor may be late, and the members of an ensemble are asked one after the other. So no time
+    tells that nobody answers any more, but the end of the reactor does.
+    """
     answers: SimpleQueue[str | None] = SimpleQueue()
     ask(answers.put)
-    try:
-        return answers.get(timeout=2 * TIMEOUT_S)
-    except Empty:  # the reactor that would have answered has ended
-        return "the runtime is being closed"
+    end_s = time.monotonic() + _MOST_S
+    while True:
+        try:
+            return answers.get(timeout=_LOOK_S)
+        except Empty:
+            if reactor.has_ended and answers.empty():
+                return "the runtime is being closed"
+            if time.monotonic() > end_s:
+                return "its backend does not answer"
 
 
 class _Together:

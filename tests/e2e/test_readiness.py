@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.e2e.hosting import ECHO, MODELS, Config, hosted, tensor
 from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
+from tests.inside import registry_of
 from tests.waiting import wait_until
 
 import moonpool
@@ -90,6 +91,24 @@ def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
         asker.join()
 
     assert answers == ["Model 'moody_0' is not ready (user-defined check failed)."] * 3
+
+
+def test_a_reactor_that_is_late_is_not_taken_for_one_that_has_ended(
+    runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.01)
+    tell("hang")
+    held, answers = threading.Event(), []
+    registry_of(runtime).stubs.reactor.call_soon(lambda: held.wait(60.0))
+    asker = threading.Thread(target=lambda: answers.append(runtime.why_not_ready("moody")))
+    asker.start()
+    asker.join(0.2)
+    held.set()
+    asker.join()
+
+    assert answers == ["Timed out waiting for user-defined is_ready() response"]
+    monkeypatch.setattr(readiness, "TIMEOUT_S", 60.0)
+    tell("open")
 
 
 @pytest.mark.promise("Readiness", "A check that hangs delays …")
