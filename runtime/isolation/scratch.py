@@ -26,10 +26,19 @@ def make(user: int | None) -> str:
     The first call removes folders of runtimes that were killed.
     """
     _remove_leftovers(Path(tempfile.gettempdir()))
-    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=prefix_of(os.getpid())))
     if user is not None:
         os.chown(folder, user, user)
     return folder
+
+
+def prefix_of(pid: int) -> str:
+    """Return how the names of the folders of a runtime begin.
+
+    Containers may share a folder for temporary files, and a number says nothing about another one's processes: the PID
+    namespace is part of the name.
+    """
+    return f"{_PREFIX}{os.stat('/proc/self/ns/pid').st_ino}.{pid}-"
 
 
 def remove(folder: str) -> None:
@@ -48,8 +57,9 @@ def remove(folder: str) -> None:
 
 @functools.cache
 def _remove_leftovers(place: Path) -> None:
-    for folder in place.glob(f"{_PREFIX}*-*"):
-        pid = folder.name[len(_PREFIX) :].split("-")[0]
+    of_namespace = prefix_of(0).removesuffix("0-")
+    for folder in place.glob(f"{of_namespace}*-*"):
+        pid = folder.name[len(of_namespace) :].partition("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and _is_ours(folder):
             remove(str(folder))
 

@@ -18,6 +18,7 @@ from tests.e2e.hosting import ECHO, MODELS, options
 import moonpool
 from moonpool.runtime.isolation import users
 from moonpool.runtime.isolation.plan import plan_for
+from moonpool.runtime.isolation.scratch import prefix_of
 from moonpool.runtime.model.config.model import minimal
 from moonpool.runtime.model.source import ModelSource
 from moonpool.runtime.repository.environment import resolve
@@ -35,7 +36,7 @@ def runtime() -> Iterator[moonpool.Runtime]:
 
 def kept() -> list[object]:
     """Users and folders that this process has taken."""
-    folders = Path(tempfile.gettempdir()).glob(f"moonpool-scratch-{os.getpid()}-*")
+    folders = Path(tempfile.gettempdir()).glob(f"{prefix_of(os.getpid())}*")
     return [*users._taken, *folders]
 
 

@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_removed_is_logged(
 def left_by_a_killed_runtime(place: Path) -> Path:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    return place / f"moonpool-scratch-{ended.pid}-abc"
+    return place / f"{scratch.prefix_of(ended.pid)}abc"
 
 
 def test_a_link_that_is_named_like_what_was_left_leads_nowhere(place: Path) -> None:
@@ -123,7 +123,10 @@ def test_folders_of_a_killed_runtime_are_removed_by_the_next(place: Path) -> Non
     left = left_by_a_killed_runtime(place)
     left.mkdir()
     (left / "file").touch()
-    others = [place / f"moonpool-scratch-{os.getpid()}-abc", place / "moonpool-scratch-mine-abc"]
+    gone = left.name.rpartition(".")[2]
+    # Of a runtime that runs, of somebody else, and of another PID namespace, where the number may be taken.
+    names = [f"{scratch.prefix_of(os.getpid())}abc", "moonpool-scratch-mine-abc", f"moonpool-scratch-1.{gone}"]
+    others = [place / name for name in names]
     for other in others:
         other.mkdir()
 
