@@ -538,7 +538,7 @@ def test_no_source_has_an_unfinished_place_or_a_path_of_somebody_s_machine() -> 
     ] == []
 
 
-# `docs/GLOSSARY.md` has another word for each of these parts of names.
+# `docs/site/GLOSSARY.md` has another word for each of these parts of names.
 OLD_WORDS = {
     "audience": "sharing",
     "crew": "workers",

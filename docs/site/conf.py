@@ -79,7 +79,7 @@ SECTIONS = {
         "site/THREATS",
         "site/VERSIONS",
         "ARCHITECTURE",
-        "GLOSSARY",
+        "site/GLOSSARY",
         "site/WIRE",
         "site/STATES",
         "site/THREADS",
