@@ -38,9 +38,13 @@ _LONG_BYTES = 4096
 _ARRAY, _BYTES, _WHOLE, _COMPLEX = 1, 2, 3, 4
 _PLACE = struct.Struct("=QQ")
 _PAIR = struct.Struct("=dd")
-# A whole number that msgpack does not have may take so many bytes, which are some 5,000 digits.
-_MOST_DIGITS_BYTES = 2048
+# A whole number that msgpack does not have may take so many bytes: 4,300 digits, of which Python makes a text.
+_MOST_DIGITS_BYTES = 1785
 _MOST_DIMENSIONS = 32
+# Keys of dictionaries, beside whole numbers that msgpack has.
+_KEYS = (str, bool, float, bytes, type(None))
+# What a value is made of.
+_READ = frozenset({*_KEYS, int, complex, list, dict, np.ndarray})
 # No objects, and no records: their fields could have any name and place.
 _DTYPE = re.compile(
     r"[<>|=]?(?:[?bBhHiIlLqQefdFD]|[biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,6}[A-Za-z]{1,2}\])?)"
@@ -144,15 +148,20 @@ def _of_subclass(value: object) -> object:
 
 
 def _key(key: object) -> object:
-    if key is None or type(key) in (str, bool, float, bytes):
+    if _is_key(key):
         return key
-    if type(key) is int:
-        return _whole(key)
     if isinstance(key, np.generic):
         return _key(key.item())
     if isinstance(key, (str, int, float)):
-        return _of_subclass(key)
-    raise Unsendable(f"a key of the class {type(key).__name__:.80} does not travel")
+        plain = int.__index__(key) if isinstance(key, int) else _of_subclass(key)
+        if _is_key(plain):
+            return plain
+    raise Unsendable(f"a key of the class {type(key).__name__:.80} or of this size does not travel")
+
+
+def _is_key(key: object) -> bool:
+    """Return True for a key that travels. Of longer numbers, any count has the same hash, and of complex ones."""
+    return type(key) in _KEYS or (type(key) is int and -(1 << 63) <= key < 1 << 64)
 
 
 def write(value: object) -> Written:
@@ -179,7 +188,7 @@ def read(document: Buffer, memory: Buffer | None) -> Any:
             document,
             ext_hook=reader.extension,
             list_hook=reader.list_read,
-            object_hook=reader.map_read,
+            object_pairs_hook=reader.map_read,
             strict_map_key=False,
             unicode_errors=_CHARACTERS,
             max_array_len=most,
@@ -199,15 +208,17 @@ class _Reader:
     def __init__(self, memory: Buffer | None) -> None:
         self._memory = memory
         self._size_bytes = 0 if memory is None else len(memory)
-        self._members = 0
+        self._members = self._taken_bytes = 0
 
     def list_read(self, members: list[object]) -> list[object]:
         self._count(len(members))
         return members
 
-    def map_read(self, members: dict[object, object]) -> dict[object, object]:
+    def map_read(self, members: list[tuple[object, object]]) -> dict[object, object]:
         self._count(2 * len(members))
-        return members
+        if not all(_is_key(key) for key, _ in members):
+            raise RemoteProtocolError("a key that is none")
+        return dict(members)
 
     def _count(self, members: int) -> None:
         # An empty list takes one byte, and sixty of memory.
@@ -217,15 +228,37 @@ class _Reader:
 
     def extension(self, code: int, data: bytes) -> object:
         if code == _ARRAY:
-            return _array(data, self._memory, self._size_bytes)
+            return self._array(data)
         if code == _BYTES and len(data) == _PLACE.size:
-            place, length = _PLACE.unpack(data)
-            return bytes(_slice(self._memory, place, length, self._size_bytes))
+            return bytes(self._part(*_PLACE.unpack(data)))
         if code == _WHOLE and len(data) <= _MOST_DIGITS_BYTES:
             return int.from_bytes(data, "little", signed=True)
         if code == _COMPLEX and len(data) == _PAIR.size:
             return complex(*_PAIR.unpack(data))
         raise RemoteProtocolError("an extension that is none")
+
+    def _part(self, place: int, length: int) -> Buffer:
+        """Return a part of the memory. All together are no more than it: the same part many times could be any size."""
+        self._taken_bytes += length
+        if self._taken_bytes > self._size_bytes:
+            raise RemoteProtocolError("the parts of the memory are more than all of it")
+        return _slice(self._memory, place, length, self._size_bytes)
+
+    def _array(self, data: bytes) -> np.ndarray[Any, Any]:
+        name, shape, place, length = unpack(data)
+        if not isinstance(name, str) or _DTYPE.fullmatch(name) is None or not isinstance(shape, list):
+            raise RemoteProtocolError("an array without a datatype or shape")
+        numbers = [*shape, place, length]
+        if len(shape) > _MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in numbers):
+            raise RemoteProtocolError("an array of no shape")
+        dtype = np.dtype(name)
+        if math.prod(shape) * dtype.itemsize != length:
+            raise RemoteProtocolError("an array of another size than its shape")
+        if not length:
+            if math.prod(shape):
+                raise RemoteProtocolError("an array of elements without a size")
+            return np.zeros(shape, dtype)
+        return np.frombuffer(self._part(place, length), dtype).reshape(shape)
 
 
 def parcel(written: Written, fd: int) -> bytes:
@@ -266,7 +299,7 @@ def unpacked(packet: bytes, mapped: Callable[[int], Buffer]) -> Any:
 
 
 def _check_depth(value: object) -> None:
-    """Raise `RemoteProtocolError` for a value that is nested deeper than one that was written. Does not recurse."""
+    """Raise `RemoteProtocolError` for what `write` never writes: a value nested deeper, or of another class."""
     level: list[Any] = [value]
     # The outermost layers are those of the message that the value is in.
     for _ in range(MOST_DEPTH + 4):
@@ -276,6 +309,9 @@ def _check_depth(value: object) -> None:
                 below += each
             elif type(each) is dict:
                 below += each.values()
+        # msgpack makes objects of its own of times.
+        if any(type(each) not in _READ for each in below):
+            raise RemoteProtocolError("a value of a class that none has")
         level = [each for each in below if type(each) in (list, dict)]
         if not level:
             return
@@ -286,20 +322,3 @@ def _slice(memory: Buffer | None, place: int, length: int, size_bytes: int) -> B
     if memory is None or place + length > size_bytes:
         raise RemoteProtocolError("a part lies outside the memory")
     return memory[place : place + length]
-
-
-def _array(data: bytes, memory: Buffer | None, size_bytes: int) -> np.ndarray[Any, Any]:
-    name, shape, place, length = unpack(data)
-    if not isinstance(name, str) or _DTYPE.fullmatch(name) is None or not isinstance(shape, list):
-        raise RemoteProtocolError("an array without a datatype or shape")
-    numbers = [*shape, place, length]
-    if len(shape) > _MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in numbers):
-        raise RemoteProtocolError("an array of no shape")
-    dtype = np.dtype(name)
-    if math.prod(shape) * dtype.itemsize != length:
-        raise RemoteProtocolError("an array of another size than its shape")
-    if not length:
-        if math.prod(shape):
-            raise RemoteProtocolError("an array of elements without a size")
-        return np.zeros(shape, dtype)
-    return np.frombuffer(_slice(memory, place, length, size_bytes), dtype).reshape(shape)

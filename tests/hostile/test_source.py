@@ -164,6 +164,50 @@ def test_a_forged_answer_is_an_error(packet: str) -> None:
     assert done.files == {}
 
 
+SENDS = """
+import os, socket, struct, time
+from moonpool.ipc.codec import Extension, pack
+def send(value, memory=0, error=b"\\xc0"):
+    document = b"\\x84" + pack("value") + value + pack("is_repr") + b"\\xc2" + pack("error") + error
+    document += pack("files") + b"\\x80"
+    fd = next(fd for fd in range(4, 30) if os.fstat(fd).st_size > 1 << 20)
+    os.pwrite(fd, document + bytes(memory), 0)
+    size = len(document) + memory
+    socket.socket(fileno=3).send(pack([b"", 0, len(document), size]))
+    time.sleep(10)
+"""
+BOMBS = {
+    # Each takes all of the memory.
+    "one part, many times": "send(pack([Extension(2, struct.pack('=QQ', 0, 16 << 20))] * 4000), 16 << 20)",
+    # Numbers with one hash, of which a dictionary takes the square of their count in time.
+    "keys of one hash": (
+        "many = range(9, 200_000)\n"
+        "keys = (pack(Extension(3, (n * ((1 << 61) - 1)).to_bytes(12, 'little'))) for n in many)\n"
+        "send(b'\\xdf' + struct.pack('>I', len(many)) + b''.join(key + b'\\xc0' for key in keys))"
+    ),
+    "complex keys": "send(b'\\x81' + pack(Extension(4, bytes(16))) + b'\\xc0')",
+    "a class of msgpack": "send(bytes.fromhex('d6ff00000000'))",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_an_answer_takes_no_more_than_it_has(bomb: str) -> None:
+    done = moonpool.run(SENDS + bomb, timeout_s=20)
+
+    assert done.error is not None
+    assert done.error.type == "BrokenAnswer", done
+    assert "is no answer" in done.error.message
+
+
+def test_texts_of_an_error_are_bounded() -> None:
+    error = "pack({'type': 'T', 'message': '\\x1b' * 2_000_000, 'traceback': '\\n' * 2_000_000, 'limit': ''})"
+    done = moonpool.run(f"{SENDS}send(b'\\xc0', error={error})", timeout_s=20)
+
+    assert done.error is not None
+    assert done.error.type == "T"
+    assert len(done.error.message) + len(done.error.traceback) < 1_000_000
+
+
 def test_a_sandbox_that_lies_once_harms_itself_alone() -> None:
     with moonpool.Sandbox() as box:
         answer = "pack([pack({'value': 'lie', 'is_repr': False, 'error': None, 'files': {}}), 0, 0, 0])"
@@ -187,6 +231,10 @@ def test_errors_and_output_are_harmless_to_terminals() -> None:
     done = moonpool.run("raise type('x' * 100000 + '\\x1b', (Exception,), {'__str__': lambda self: 1 / 0})()")
     assert done.error is not None
     assert len(done.error.type) <= 200
+    # Files and streams take no half of a pair.
+    done = moonpool.run("class A:\n    def __repr__(self): raise ValueError('\\ud800')\nraise ValueError('\\ud800')")
+    assert done.error is not None
+    assert str(done.error).encode() == b"ValueError: \\ud800"
 
 
 def test_deep_and_odd_values_come_as_texts_or_errors() -> None:
@@ -203,6 +251,9 @@ def test_deep_and_odd_values_come_as_texts_or_errors() -> None:
         done = moonpool.run(source, timeout_s=60)
         assert done.is_repr or done.error is not None, source
     assert value("float('nan')") != value("float('nan')")
+    # What travels has a text.
+    for number in ("10 ** 4290", "-(10 ** 4290)", "10 ** 4301", "10 ** 5000"):
+        assert str(moonpool.run(number).value)
     assert value("10 ** 400, {1: 2, None: 3, 1.5: 4, True: 5}, '\\ud800'") == [
         10**400,
         {1: 5, None: 3, 1.5: 4},
