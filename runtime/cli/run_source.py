@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         "paths": options.path,
         "environment": options.environment,
     }
-    text = sys.stdin.read() if options.source == "-" else _read(options.source)
+    text = _read(options.source)
     files = dict(_file(each) for each in options.file)
     inputs = parse_inputs(options.input)
     try:
@@ -107,8 +107,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(path: str) -> str:
+    if path == "-":
+        path, content = "the standard input", sys.stdin.buffer.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes")
+    else:
+        content = read_file(Path(path), _MOST_BYTES)
     try:
-        return read_file(Path(path), _MOST_BYTES).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is no UTF-8: {error}") from None
 
@@ -138,9 +144,17 @@ def _as_text(done: RunResult) -> str:
 
 
 def _as_json(value: object) -> str:
-    def plain(other: Any) -> object:
-        if isinstance(other, np.ndarray):
-            return other.tolist()
-        return other.decode("utf-8", "backslashreplace") if isinstance(other, bytes) else str(other)
+    return json.dumps(_plain(value))
 
-    return json.dumps(value, default=plain)
+
+def _plain(value: Any) -> object:
+    """Return a value that JSON has: lists for arrays, and texts for bytes, also as keys, and for complex numbers."""
+    if isinstance(value, dict):
+        return {_plain(key) if isinstance(key, bytes) else key: _plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -84,5 +84,9 @@ class Printed:
 
 
 def shown(text: str) -> str:
-    """Return the text with its control characters as escapes, but for tabs and ends of lines."""
+    """Return the text with its control characters as escapes, but for tabs and ends of lines.
+
+    The same goes for halves of surrogate pairs, which no file takes.
+    """
+    text = text.encode("utf-8", "backslashreplace").decode()
     return "\n".join(harmless(line) for line in text.split("\n"))

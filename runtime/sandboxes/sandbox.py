@@ -9,6 +9,7 @@ take no lock.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -41,6 +42,8 @@ from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_nam
 Source = str | Callable[..., Any]
 # Room for what an answer has beside the value and the files.
 _BESIDE_BYTES = 1 << 20
+# The longest text of an error.
+_MOST_TEXT = 40_000
 _LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "timeout_s")
 _ATTACKED = "made a system call that only an attack makes, and was ended"
 
@@ -209,6 +212,7 @@ class Sandbox:
         self._closed = self._loses_state = False
         # The thread that runs source at the moment; 0 for none.
         self._thread = 0
+        self._owner_pid = os.getpid()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -243,7 +247,9 @@ class Sandbox:
                 self.close()
 
     def _refuse_inside(self) -> None:
-        """Raise `InvalidRequest` in `on_output`: the run would wait for itself."""
+        """Raise `InvalidRequest` in `on_output`, where the run would wait for itself, and in a fork of the program."""
+        if self._owner_pid != os.getpid():
+            raise InvalidRequest("the sandbox belongs to the process from which this one was forked; make another one")
         if self._thread == threading.get_ident():
             raise InvalidRequest("a run of this sandbox is going on in this very thread, which calls on_output")
 
@@ -304,7 +310,12 @@ class Sandbox:
             running.process.kill()
 
     def close(self) -> None:
-        """End the process. A run that is going on ends with an error. May be called many times."""
+        """End the process. A run that is going on ends with an error. May be called many times.
+
+        Does nothing in a fork of the program, as the process is the program's.
+        """
+        if self._owner_pid != os.getpid():
+            return
         self._closed = True
         self._kill()
         if self._thread == threading.get_ident():
@@ -422,5 +433,5 @@ def _check_answer(answer: object) -> RunError | None:
     if not all(isinstance(text, str) for text in error.values()):
         raise RemoteProtocolError("an error that is no text")
     limit = error["limit"] if error["limit"] in _LIMITS else ""
-    kind, message, traceback = (shown(error[name]) for name in ("type", "message", "traceback"))
+    kind, message, traceback = (shown(error[name][:_MOST_TEXT]) for name in ("type", "message", "traceback"))
     return RunError(kind[:200], message, traceback, limit)

@@ -97,7 +97,7 @@ def _size(name: str, given: Size) -> int:
     try:
         size_bytes = parse_size(given) if isinstance(given, str) else given
     except ValueError:
-        size_bytes = -1
+        OF_RUNTIME.refuse(name, "a size such as 512M", given)
     return OF_RUNTIME.whole(name, size_bytes, 1 << 20, 1 << 46)
 
 

@@ -37,3 +37,11 @@ def test_the_exit_code_tells_what_happened(cli: CommandLine) -> None:
     assert cli("run", "s.py", "--memory", "100M").returncode == 137
     assert cli("run", "s.py", "--memory", "x").returncode == 2
     assert cli("run", "missing.py").returncode == 1
+
+
+def test_any_value_is_shown(cli: CommandLine) -> None:
+    (cli.folder / "s.py").write_text("{b'k': [b'\\xff', 1j, {1: np.zeros(1)}], None: 10 ** 4301, 'n': 10 ** 4290}")
+    (cli.folder / "s.py").write_text("import numpy as np\n" + (cli.folder / "s.py").read_text())
+    assert cli("run", "s.py").returncode == 0
+    (cli.folder / "s.py").write_text("{b'k': [b'\\xff', 1j]}")
+    assert cli("run", "s.py", "--json").stdout == '{"k": ["\\\\xff", "1j"]}\n'

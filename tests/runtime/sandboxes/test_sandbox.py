@@ -135,3 +135,22 @@ def test_one_that_nobody_closed_is_taken_back() -> None:
     gc.collect()
     assert moonpool.run("1").unwrap() == 1
     assert os.getpid()
+
+
+@pytest.mark.promise("Source", "A fork of the program neither uses nor ends the sandboxes of its parent.")
+def test_a_fork_leaves_the_sandbox_to_its_parent() -> None:
+    with moonpool.Sandbox() as box:
+        box.run("x = 7")
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with pytest.raises(moonpool.InvalidRequest, match="forked"):
+                    box.run("x = 8")
+                box.close()
+                code = 0
+            finally:
+                os._exit(code)
+
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert box.run("x").value == 7
