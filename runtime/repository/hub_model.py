@@ -195,7 +195,7 @@ class _Description:
     def _check_modules(self) -> None:
         for each in self._json[_MODULES]:
             kind, path = (each.get("type"), each.get("path", "")) if isinstance(each, dict) else (None, "")
-            if kind not in MODULES:
+            if not isinstance(kind, str) or kind not in MODULES:
                 raise self._refusal(
                     f"modules.json names the class {str(kind)!r:.100}, which another library would import; the parts "
                     f"of sentence-transformers that moonpool has are {', '.join(sorted(MODULES))}"

@@ -33,7 +33,7 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.files import RepositoryError, parsed_json, read_file
 from moonpool.runtime.repository.cloud_address import CONNECT_S, READ_S, CloudAddress, without_secrets
-from moonpool.runtime.repository.cloud_store import CloudFile, CloudListing, checked_listing
+from moonpool.runtime.repository.cloud_store import MOST_FILES, CloudFile, CloudListing, checked_listing
 from moonpool.runtime.version import VERSION
 
 _log = RuntimeLog("moonpool")
@@ -117,6 +117,8 @@ class HubStore:
             if not isinstance(found, list):
                 raise self._refusal("the Hub's list of files is none")
             entries += found
+            if len(entries) > 2 * MOST_FILES:
+                raise self._refusal(f"the Hub lists more than {MOST_FILES:,} files and folders")
             if following is None:
                 listing = self._listing(entries)
                 self._write(self._list_name(commit), _text_of(listing))
@@ -146,7 +148,8 @@ class HubStore:
     # Lists in the cache
 
     def _list_name(self, revision: str) -> str:
-        return hashlib.sha256(repr((self.endpoint, self.repo, revision)).encode()).hexdigest()
+        # The end tells it from small files, whose names are the hashes of what somebody chose.
+        return hashlib.sha256(repr((self.endpoint, self.repo, revision)).encode()).hexdigest() + ".list"
 
     def _write(self, name: str, text: bytes) -> None:
         """Keep a text for those who are offline."""

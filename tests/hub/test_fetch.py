@@ -137,6 +137,7 @@ WRONG: list[tuple[dict[str, bytes | None], str]] = [
     ({"model.safetensors.index.json": b'{"weight_map": {"a": "pytorch_model.bin"}}', "pytorch_model.bin": b"p"}, "names 'pyt"),
     ({"model.safetensors.index.json": b'{"weight_map": {}}'}, "names no files"),
     ({"modules.json": b'[{"type": "evil.Evil", "path": ""}]', "evil.py": b""}, "names the class 'evil.Evil'"),
+    ({"modules.json": b'[{"type": [], "path": ""}]'}, "names the class '[]'"),
     ({"modules.json": b'[{"type": "sentence_transformers.models.Pooling", "path": "../x"}]'}, "names the folder '../x'"),
 ]  # fmt: skip
 
@@ -184,6 +185,36 @@ def test_a_list_that_is_wrong_is_refused(hub: Hub, more: list[Any], error: str, 
     hub.more = more
     with pytest.raises(RepositoryError, match=error):
         find("hf://o/m")
+    assert left(tmp_path) == []
+
+
+def test_a_small_file_takes_no_place_of_a_list(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository may choose a content, and with it the hash that names it in the cache."""
+    hub.put("o/m", FILES)
+    find("hf://o/m")
+    chosen = repr((hub.url, "o/m", "main")).encode()
+    hub.put("evil/m", FILES | {"config.json": chosen})
+    hub.listed = lambda entry: entry | {"oid": hashlib.sha256(chosen).hexdigest()}
+    with pytest.raises(RepositoryError, match="is no JSON"):
+        find("hf://evil/m")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert names(find("hf://o/m"))
+
+
+def test_a_list_without_an_end_is_given_up(hub: Hub, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    following = {"Link": f'<{hub.url}/api/models/o/m/tree/x?cursor=1>; rel="next"'}
+
+    def endless(request: Any, path: str) -> bool:
+        if "/tree/" in path:
+            request.answer(200, b"[" + b"{}," * 60_000 + b"{}]", following)
+        return "/tree/" in path
+
+    hub.instead = endless
+    with pytest.raises(RepositoryError, match="lists more than 100,000 files"):
+        find("hf://o/m")
+    assert sum("/tree/" in path for path in hub.asked) == 4
     assert left(tmp_path) == []
 
 
