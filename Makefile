@@ -52,7 +52,7 @@ check: ## everything that CI runs
 wheel: ## the tests against the built wheel, away from the tree
 	bash .ci/run wheel
 
-release: ## what a release is, in dist: wheels for four kinds of machines, the source, bills of materials, checksums
+release: ## wheels for four kinds of machines, in dist; not tried as a whole yet
 	python3 .ci/release.py
 
 clean: ## remove what builds, tests and tools left; .venv stays
