@@ -411,7 +411,7 @@ def test_the_readme_does_what_it_says(reader: Reader) -> None:
 
     doubled = "[[ 0.  2.  4.]\n [ 6.  8. 10.]]\n"
     assert reader.printed[".venv/bin/python use.py"] == doubled
-    assert reader.printed[""] == "{'COUNT': array([[25]])}\n"
+    assert reader.printed[""] == "3.0\n{'COUNT': array([[25]])}\n"
     printed = "".join(reader.printed.values())
     assert re.search(r"^ok: primes: ", printed, re.MULTILINE)
     assert re.search(r"primes .*READY .*strict", reader.logs[0])

@@ -8,7 +8,6 @@ happened, under a deadline.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from moonpool.runtime.conformance.comparing import comparable, message, words
 from moonpool.runtime.conformance.tensors import KEY, KEY_BYTES
 from moonpool.runtime.conformance.wire import TIMEOUT_S, Http, WireReply, get, post, send
 from moonpool.runtime.model.protobuf import service_messages
+from moonpool.runtime.process.files import parsed_json
 
 kserve = service_messages()
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def _forgotten_over_http(server: AskedServer, request: Http) -> WireReply | None
     status = server.send(_REGIONS_STATUS)
     if status.status != 200:
         return reply
-    kept = {each["name"] for each in json.loads(status.body)}
+    kept = {each["name"] for each in parsed_json(status.body)}
     _, named, name = request.path.removesuffix("/unregister").partition("/region/")
     return None if (name in kept if named else kept) else reply
 

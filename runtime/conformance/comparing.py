@@ -79,7 +79,7 @@ def _value(text: bytes) -> Any:
     """Return a JSON value with its keys in order; what is no JSON, as it is."""
     try:
         value = json.loads(text.decode("utf-8", "surrogateescape"), object_pairs_hook=_Ordered)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return _without_measures(value)
 

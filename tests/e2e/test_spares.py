@@ -64,7 +64,7 @@ class TritonPythonModel:
             "collects": gc.isenabled(),
             "blas": float((np.ones((300, 300)) @ np.ones((300, 300))).sum()),
             "thread": threading.main_thread().native_id == os.getpid(),
-            "open": sum(is_open(fd) for fd in range(64)),
+            "open": sum(is_open(fd) for fd in range(1024)),
             "lines": [sys.stdout.line_buffering, sys.stdout.isatty()],
         }
         answer = np.array([json.dumps(said)], object)
