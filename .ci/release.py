@@ -7,8 +7,8 @@ Theory of operation. What is built is the commit, unpacked into a folder of its 
 committed gets in. One compiler serves all targets: zig's, which is installed from a wheel, and brings each C library,
 in the version that a target names, and each processor. nghttp2 is compiled from Debian's source package, with its
 security patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version
-of a tool is written here: twice the same commit gives twice the same bytes, wherever it is unpacked. auditwheel, which
-knows what a wheel with such a tag may use, has the last word.
+of a tool is written here, so that twice the same commit can give twice the same bytes. auditwheel, which knows what a
+wheel with such a tag may use, says what it thinks of each.
 
 Needs Debian or Ubuntu with apt, dpkg-dev and patch, git, make and Python 3.11.
 """
@@ -230,7 +230,7 @@ def wheel(sdist: Path, target: Target) -> Path:
 
 
 def check(built: Path, target: Target, log: str) -> None:
-    """End the program unless everything is in the wheel, and it runs where its tag says."""
+    """End the program unless everything is in the wheel. Print what auditwheel says of it."""
     names = zipfile.ZipFile(built).namelist()
     compiled = {each.rpartition("/")[2] for each in names if each.endswith(".so")}
     wanted = set(re.findall(r"_\w+\.abi3\.so", " ".join(expected_extensions())))

@@ -218,15 +218,19 @@ class Template:
             finally:
                 os._exit(1)
 
-    def _become(self, name: str, fds: list[int], parent_pid: int) -> Handshake:
-        """Become a process of its own, in a fork: leave the session, the channels and the output of the template."""
-        work_fd, control_fd, calls_fd, output_fd, handshake_fd = fds
+    def _leave(self, parent_pid: int) -> None:
+        """Leave the session, the channels and the log of the template, in a fork."""
         os.setsid()
         die_with(parent_pid)
         mine = self._handshake
         for channel in (mine.conversation.channel, mine.control, mine.calls):
             channel.close()
         logger.set_sink(None)
+
+    def _become(self, name: str, fds: list[int], parent_pid: int) -> Handshake:
+        """Become a process of its own, in a fork: leave the session, the channels and the output of the template."""
+        work_fd, control_fd, calls_fd, output_fd, handshake_fd = fds
+        self._leave(parent_pid)
         host.use(None)
         trackers.forget()
         os.dup2(output_fd, 1)

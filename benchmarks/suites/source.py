@@ -173,8 +173,8 @@ def measure(report: Report, quick: bool) -> None:
         own = [memory_of(pid).own_bytes / (1 << 20) for pid in pids]
         report.figure("memory of all processes for runs, and of one Sandbox", "MB", [sum(own)])
     report.note(
-        "python -c starts an interpreter that imports numpy, bare, in bubblewrap or as a container of this machine's own "
-        "files. To get out of a run, a hole in the kernel is needed that can be reached by few system calls, past "
+        "python -c starts an interpreter that imports numpy, bare, in bubblewrap or as a container of this machine's "
+        "own files. To get out of a run, a hole in the kernel is needed that can be reached by few system calls, past "
         "Landlock and namespaces; out of bubblewrap or a container one behind any call that their filters, if they have "
         "some, let through; out of a bare program nothing."
     )

@@ -217,7 +217,7 @@ class _Reader:
     def map_read(self, members: list[tuple[object, object]]) -> dict[object, object]:
         self._count(2 * len(members))
         if not all(_is_key(key) for key, _ in members):
-            raise RemoteProtocolError("a key that is none")
+            raise RemoteProtocolError("a key of another kind than keys have")
         return dict(members)
 
     def _count(self, members: int) -> None:
@@ -235,7 +235,7 @@ class _Reader:
             return int.from_bytes(data, "little", signed=True)
         if code == _COMPLEX and len(data) == _PAIR.size:
             return complex(*_PAIR.unpack(data))
-        raise RemoteProtocolError("an extension that is none")
+        raise RemoteProtocolError("an extension that values do not have")
 
     def _part(self, place: int, length: int) -> Buffer:
         """Return a part of the memory. All together are no more than it: the same part many times could be any size."""
@@ -293,7 +293,7 @@ def unpacked(packet: bytes, mapped: Callable[[int], Buffer]) -> Any:
         raise RemoteProtocolError("a packet without a value")
     memory = mapped(size_bytes) if size_bytes else None
     if not document:
-        # A copy, as long as it is no longer than a document may be: whoever has the file may change it.
+        # A copy, since the process that has the file may change it. With one byte too many, `read` refuses it.
         document = bytes(_slice(memory, place, min(length, MOST_DOCUMENT_BYTES + 1), size_bytes))
     return read(document, memory)
 

@@ -22,7 +22,9 @@ Send about nine hundred requests to a server, over HTTP and gRPC, and compare it
 gave: status, headers, values, texts, streams. `--models` writes the repository that the server has to serve, and prints
 how to serve it.
 
-Start the server anew before each run: some answers depend on what was asked before. A request is `same` if nothing differs, `differs` if it only succeeded or failed as it should, and else `fails`.
+Start the server anew before each run: some answers depend on what was asked before.
+
+A request is `same` if nothing differs, `differs` if it only succeeded or failed as it should, and else `fails`.
 """
 EXAMPLES = """\
 examples:

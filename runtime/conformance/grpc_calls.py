@@ -149,6 +149,8 @@ DATATYPES: list[Case] = [
     _raw("BYTES", b"\1\0\0\0a\1\0\0\0b", 1), _raw("BOOL", b"\2", 1),
 ]  # fmt: skip
 
+_LET_GO_OF_X = ("SystemSharedMemoryUnregister", kserve.SystemSharedMemoryUnregisterRequest(name="x"))
+_FROM_X = kserve.RepositoryModelLoadRequest(repository_name="x", model_name="add_sub")
 _ALL = ("SystemSharedMemoryUnregister", kserve.SystemSharedMemoryUnregisterRequest())
 _STATUS = ("SystemSharedMemoryStatus", kserve.SystemSharedMemoryStatusRequest())
 _KEPT = ("SystemSharedMemoryRegister", register())
@@ -192,7 +194,7 @@ CONTROL: list[Case] = [
     ],
     _registered("its status", _STATUS),
     _registered("twice", _KEPT),
-    _registered("let go of another", ("SystemSharedMemoryUnregister", kserve.SystemSharedMemoryUnregisterRequest(name="x")), _STATUS),
+    _registered("let go of another", _LET_GO_OF_X, _STATUS),
     *_lent("as it should be"),
     *_lent("of nobody", shared_memory_region="x"),
     *_lent("named by a number", shared_memory_region=1),
@@ -210,7 +212,7 @@ CONTROL: list[Case] = [
     ("index of what is ready", [("RepositoryIndex", kserve.RepositoryIndexRequest(ready=True))]),
     ("load what is not there", [("RepositoryModelLoad", load("nope"))]),
     ("load nothing", [("RepositoryModelLoad", load(""))]),
-    ("load from another repository", [("RepositoryModelLoad", kserve.RepositoryModelLoadRequest(repository_name="x", model_name="add_sub"))]),
+    ("load from another repository", [("RepositoryModelLoad", _FROM_X)]),
     ("load what fails", [("RepositoryModelLoad", load("broken"))]),
     *[_loaded(title, parameters) for title, parameters in _OVERRIDES.items()],
     ("unload what is not there", [("RepositoryModelUnload", unload("nope"))]),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 TIMEOUT_S = 60.0
-# An answer that is longer is cut: whoever sends it may be anybody.
+# Longer answers are cut: the server may be anybody's.
 _MOST_BYTES = 16 << 20
 
 

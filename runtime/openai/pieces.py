@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     extra_bytes: int = 0
     """About the memory that it takes beyond its text."""
     speech: dict[str, Any] | None = None
-    """What a transcription says beside the text: `start`, `end` and `duration` in seconds, `words`, `language`."""
+    """Facts of a transcription beside its text: `start`, `end` and `duration` in seconds, `words`, `language`."""
 
 
 class PieceCounts(NamedTuple):

@@ -23,8 +23,8 @@ error. `_stop` is another event for each generation of loads: those that began b
 not.
 
 Where a store says the hash of a file's content, the content of another model may be it, and a copy that broke off goes
-on where it ended, in this process or the next one. The lock on a partial content is that of the one who writes it;
-whoever meets another one there reads the file apart. A content with another hash is removed, and the load fails.
+on where it ended, in this process or the next one. Whoever writes a partial content holds a lock on it; a second reader
+reads the file apart. A content with another hash is removed, and the load fails.
 
 Copies tell `WATCHERS` how far they are, on their own threads.
 

@@ -178,8 +178,10 @@ class Pool:
             for worker in old:
                 self._end(worker)
             if more is not None:
-                with contextlib.suppress(Exception):  # whoever takes one will be told
+                try:
                     self.give_back(self._start(more))
+                except Exception as error:  # the next caller who needs one starts it, and gets the error
+                    _log.debug("no further worker for runs of source starts: %s", error)
 
     def _prepare(self, worker: Worker, since_s: float) -> None:
         why = None

@@ -36,7 +36,6 @@ from moonpool.stub import output, trackers
 from moonpool.stub.handshake import Handshake
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.sandbox import layers
-from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.mounts import LAYER, SHARED_MEMORY
 from moonpool.stub.source import run
 from moonpool.stub.template import Template, reseed
@@ -88,12 +87,7 @@ class SourceTemplate(Template):
     def _become(self, name: str, fds: list[int], parent_pid: int) -> NoReturn:  # noqa: ARG002
         """Become a process of its own, in a fork, and run what comes."""
         channel_fd, output_fd, error_fd, handshake_fd = fds
-        os.setsid()
-        die_with(parent_pid)
-        mine = self._handshake
-        for channel in (mine.conversation.channel, mine.control, mine.calls):
-            channel.close()
-        logger.set_sink(None)
+        self._leave(parent_pid)
         apart = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _APART_FD) for fd in (channel_fd, handshake_fd)]
         os.dup2(output_fd, 1)
         os.dup2(error_fd, 2)

@@ -108,7 +108,7 @@ class TritonServer:
             pytest.fail(f"tritonserver did not start:\n{self.log()[-4000:]}", pytrace=False)
 
     def lay_out_backend(self) -> None:
-        """Copy the backends: the wheel keeps the stubs of all Pythons apart, and the server wants one beside its own."""
+        """Copy the backends: the wheel keeps the stubs of all Pythons apart. The server wants one beside its own."""
         wheel = self._package / "tritonserver"
         shutil.copytree(wheel / "backends", self._backends)
         shutil.copytree(BACKENDS, self._backends, dirs_exist_ok=True)
@@ -137,7 +137,7 @@ class TritonServer:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return the variables: the stub is linked to libpython, and takes the environment that is first in the path."""
+        """Return the variables: the stub is linked to libpython, and takes the first environment of the path."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         bundled = self._package.parent / "nvidia_pytriton.libs"
         environment["LD_LIBRARY_PATH"] = f"{self._libraries}:{bundled}"

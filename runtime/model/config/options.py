@@ -573,9 +573,9 @@ OPTIONS = (
         "MOONPOOL_PREFORK",
         "prefork",
         PREFORK,
-        "Fork instances from a process that has imported numpy (in a sandbox from best-effort on: start them from a spare, see"
-        " SANDBOX.md), or from one of the model, made after its imports or after its `initialize`, instead of starting each"
-        " anew. See PREFORK.md.",
+        "Fork instances from a process that has imported numpy (in a sandbox from best-effort on: start them from a"
+        " spare, see SANDBOX.md), or from one of the model, made after its imports or after its `initialize`, instead of"
+        " starting each anew. See PREFORK.md.",
     ),
     Option(
         "MOONPOOL_COMPILE_CACHE",
@@ -717,7 +717,8 @@ OPTIONS = (
         PICKLED_WEIGHTS,
         "pickled_weights",
         COMMITS,
-        "The commit of a model at `hf://owner/model` whose weights may be pickles, read by the model's process. See STRANGERS.md.",
+        "The commit of a model at `hf://owner/model` whose weights may be pickles, read by the model's process."
+        " See STRANGERS.md.",
     ),
 )
 

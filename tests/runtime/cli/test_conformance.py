@@ -10,6 +10,8 @@ import pytest
 from tests.runtime.cli.shell import CommandLine
 from tests.server.running import running
 
+from moonpool.runtime.cli.conformance import LOADED
+
 pytest.importorskip("grpc")
 
 
@@ -48,9 +50,7 @@ def test_a_server_is_compared_over_both_protocols(cli: CommandLine, repository: 
 
 def test_only_one_extension_is_asked_for(cli: CommandLine, repository: Path) -> None:
     options = ["--model-control-mode=explicit"]
-    options += [
-        f"--load-model={name}" for name in ("add_sub", "batched", "every", "fails", "repeat", "says", "sums", "told")
-    ]
+    options += [f"--load-model={name}" for name in LOADED]
     with running(repository, *options) as server:
         ended = cli("conformance", f"http://localhost:{server.ports['http']}", "--only", "sequences")
 
