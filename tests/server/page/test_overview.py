@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,16 +154,15 @@ def test_it_is_json(overview: Overview) -> None:
 
 
 def test_samples_are_taken_by_themselves(runtime: moonpool.Runtime, overview: Overview) -> None:
-    first = overview.snapshot(0)["history"]["taken"]
+    def history() -> dict[str, Any]:
+        history: dict[str, Any] = overview.snapshot(0)["history"]
+        return history
+
+    # The first look begins the sampling; a request before the first sample is in none.
+    wait_until(lambda: history()["taken"])
     runtime.infer("add_sub", ROW)
 
-    def requests() -> int:
-        # Nothing of the model is there before the first sample.
-        series = overview.snapshot(first)["history"]["series"].get("add_sub:1")
-        return sum(series["requests"]) if series else 0
-
-    wait_until(requests)
-    assert requests() == 1
+    assert wait_until(lambda: sum(history()["series"]["add_sub:1"]["requests"])) == 1
 
 
 def test_a_sample_has_what_came_since_the_last(
