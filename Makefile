@@ -1,11 +1,11 @@
 # Short names for daily commands; .ci/run has those of CI.   make help
-.PHONY: help setup test changed lint format bench openai docs site check wheel release clean
+.PHONY: help setup test changed lint format bench openai docs manifests site check wheel release clean
 .DEFAULT_GOAL := help
 
 PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s%s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s%s\n", $$1, $$2 }'
 
 setup: ## .venv with moonpool from this tree, what tests need, and the tools
 	test -x .venv/bin/python || python3 -m venv .venv
@@ -42,6 +42,10 @@ docs: ## the parts of the pages that are made of code, and their tests
 	.venv/bin/python -m moonpool.runtime.model.config.options > docs/OPTIONS.md
 	.venv/bin/python -m moonpool.runtime.server.options.table > docs/SERVE_OPTIONS.md
 	$(PYTEST) tests/test_docs.py tests/test_architecture.py tests/test_layout.py
+
+manifests: ## those of deploy/, from the Helm chart there
+	test -x .venv-schemas/helm || bash .ci/run schemas
+	python3 .ci/manifests.py
 
 site: ## the pages as a site with search and the reference of the API: build/site/index.html
 	bash .ci/run site

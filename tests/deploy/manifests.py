@@ -14,7 +14,9 @@ Manifest = dict[str, Any]
 
 def all_manifests() -> Iterator[tuple[str, Manifest]]:
     """Give each manifest, with a name for people."""
-    for path in sorted(DEPLOY.rglob("*.yaml")):
+    for path in sorted(DEPLOY.glob("*/*.yaml")):
+        if path.parent.name == "helm":  # values
+            continue
         for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             yield f"{path.parent.name}/{manifest['kind']}/{manifest['metadata']['name']}", manifest
 

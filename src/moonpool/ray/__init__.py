@@ -30,7 +30,7 @@ except ImportError as _error:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 else:
-    from moonpool.ray.application import application
+    from moonpool.ray.application import application, build
     from moonpool.ray.handle import ModelHandle, ReplicaDied, get
     from moonpool.ray.ingress import add_servicer
     from moonpool.ray.routing import SequenceRouter
@@ -38,6 +38,7 @@ else:
 # In the order in which a program meets them.
 __all__ = [  # noqa: RUF022
     "application",
+    "build",
     "Options",
     "get",
     "ModelHandle",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from ray import serve
@@ -14,6 +16,7 @@ from moonpool.ray.options import Options, Prepared, Traits, deployment_options, 
 from moonpool.ray.replica import Replica
 from moonpool.ray.routing import SequenceRouter
 from moonpool.runtime.errors import InvalidRequest
+from moonpool.runtime.model.config.schema import suggestion
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.version import VERSION
 
@@ -71,6 +74,45 @@ def application(
         deployments = {name: _placed(place, name, each, wanted[name], arguments) for name, each in prepared.items()}
         traits = {name: each.traits(name) for name, each in prepared.items()}
     return _ingress(ingress or Options(), deployments, traits, spoken)
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """Return the application that a config file of Ray Serve describes.
+
+        applications:
+          - name: models
+            import_path: moonpool.ray:build
+            args: { repository: /shared/models, models: { ocr: { replicas: 2 } }, sandbox: strict }
+
+    `arguments` are those of `application`, with the fields of `Options` where it takes these. Raises what that raises,
+    and `InvalidRequest` for a name that it does not have.
+    """
+    named = dict(arguments)
+    if "repository" not in named:
+        raise InvalidRequest("args: there is no 'repository'")
+    _check("args", named, signature(application).parameters)
+    if isinstance(models := named.get("models"), Mapping):
+        named["models"] = {name: _options(f"args.models.{name}", given) for name, given in models.items()}
+    for name in ("defaults", "ingress"):
+        if named.get(name) is not None:
+            named[name] = _options(f"args.{name}", named[name])
+    return application(named.pop("repository"), **named)
+
+
+def _options(place: str, given: object) -> Options:
+    """Return the options that a config file has at a place."""
+    if given is None:
+        return Options()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"{place}: {given!r} is no mapping of options")
+    _check(place, given, [field.name for field in fields(Options)])
+    return Options(**given)
+
+
+def _check(place: str, given: Mapping[str, Any], names: Collection[str]) -> None:
+    for name in given:
+        if name not in names:
+            raise InvalidRequest(f"{place}: there is no {name!r}{suggestion(name, names)}")
 
 
 def _absolute(repository: Repository) -> list[str]:

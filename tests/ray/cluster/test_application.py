@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import yaml
 from tests.ray.cluster.conftest import Nodes
 from tests.waiting import wait_until
 
@@ -24,6 +26,8 @@ import ray
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from tritonclient.utils import InferenceServerException
 
 import moonpool.ray as mr
@@ -334,3 +338,54 @@ def test_requests_in_a_replica_that_dies_go_to_another_one_if_they_may(placed: N
 
     assert all(each["Y"].tolist() == [[2.0, 4.0]] for each in outcomes)
     wait_until(lambda: replicas_of("double").get("RUNNING") == 2, LONG_S, "the second replica")
+
+
+def test_a_config_file_is_an_application(nodes: Nodes, repository: Path) -> None:  # noqa: ARG001
+    config = {
+        "name": "configured",
+        "route_prefix": "/configured",
+        "import_path": "moonpool.ray:build",
+        "args": {
+            "repository": str(repository),
+            "models": {"double": {"num_cpus": 0.1, "instances": 2}},
+            "defaults": {"num_cpus": 0.1},
+            "sandbox": "strict",
+        },
+    }
+    # What `serve deploy` does through Ray's dashboard, which these nodes do not have.
+    _get_global_client().deploy_apps(ServeDeploySchema(applications=[config]))
+    try:
+        wait_until(lambda: serve.status().applications["configured"].status == "RUNNING", LONG_S)
+        answer = run(mr.get("configured", "double").infer({"X": X}, timeout_s=LONG_S))
+        assert answer["Y"].tolist() == [[2.0, 4.0]]
+    finally:
+        serve.delete("configured")
+
+
+def test_the_chart_s_application_is_one_that_ray_reads() -> None:
+    manifest = Path(__file__).parents[3] / "deploy" / "ray" / "rayservice.yaml"
+    if not manifest.is_file():
+        pytest.skip("only the tests are here, not the manifests")
+    config = ServeDeploySchema.model_validate(
+        yaml.safe_load(yaml.safe_load(manifest.read_text())["spec"]["serveConfigV2"])
+    )
+
+    assert config.grpc_options.grpc_servicer_functions == ["moonpool.ray.add_servicer"]
+    (application,) = config.applications
+    assert application.import_path == "moonpool.ray:build"
+    assert mr.Options(**application.args["models"]["ocr"]).autoscaling == {"min_replicas": 1, "max_replicas": 8}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "there is no 'repository'"),
+        ({"repository": "/m", "model": []}, "there is no 'model'; did you mean \"models\"?"),
+        ({"repository": "/m", "models": {"m": {"replica": 1}}}, "args.models.m: there is no 'replica'"),
+        ({"repository": "/m", "models": {"m": 3}}, "args.models.m: 3 is no mapping"),
+        ({"repository": "/m", "ingress": {"cpus": 1}}, "args.ingress: there is no 'cpus'"),
+    ],
+)
+def test_a_config_file_with_a_wrong_name_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        mr.build(arguments)
