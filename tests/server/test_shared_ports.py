@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import shutil
 import signal
-from collections.abc import Callable
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,6 +20,8 @@ from tests.server.repositories import write
 from tests.server.running import RunningServer, running, starting
 from tests.waiting import wait_until
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+import moonpool
 
 PIDS = """
 import os
@@ -111,6 +117,57 @@ def test_one_of_two_servers_at_a_port_ends_and_no_request_is_lost(
             wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
         assert clients.errors == []
         assert len(clients.pids) == 1
+
+
+OTHER_VERSION = "0.1.99"
+
+
+@pytest.fixture(scope="module")
+def other_version() -> Iterator[Path]:
+    """Make a folder with a moonpool that is the same but for its version. The users of instances may read it, which they
+    may not in a folder of pytest.
+    """
+    with tempfile.TemporaryDirectory(prefix="moonpool-test-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        without = shutil.ignore_patterns("__pycache__", "benchmarks")
+        shutil.copytree(moonpool.__path__[0], folder / "moonpool", ignore=without)
+        (folder / "moonpool" / "runtime" / "version.py").write_text(f'VERSION = "{OTHER_VERSION}"\n')
+        yield folder
+
+
+def version_of(server: RunningServer) -> str:
+    with urllib.request.urlopen(f"http://{server.http}/v2", timeout=PATIENCE_S) as answer:
+        return str(json.load(answer)["version"])
+
+
+@pytest.mark.promise(
+    "The server (`moonpool serve`)",
+    "A rolling upgrade loses no request: a server of another version starts at the ports of one that serves, and that one is ended.",
+)
+@pytest.mark.parametrize("over", [over_http, over_grpc])
+def test_another_version_takes_over_the_ports_and_no_request_is_lost(
+    tmp_path: Path, other_version: Path, over: Callable[[RunningServer], Callable[[], set[int]]]
+) -> None:
+    write(tmp_path / "models", "m", PIDS, CONFIG)
+    # Both use one folder of caches, as two versions of one user do.
+    shared = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    old = {**shared, "PYTHONPATH": str(other_version)}
+    options = (tmp_path / "models", *SHARED, "--sandbox=strict")
+    with contextlib.ExitStack() as servers:
+        before = servers.enter_context(running(*options, variables=old))
+        assert version_of(before) == OTHER_VERSION
+        with Clients(over(before)) as clients:
+            wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
+            after = servers.enter_context(running(*options, *beside(before), variables=shared))
+            wait_until(lambda: len(clients.pids) == 2 or clients.errors, PATIENCE_S)
+            before.tell(signal.SIGTERM)
+            assert before.wait() == 0
+            clients.pids.clear()
+            wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
+            assert version_of(after) == moonpool.__version__
+    assert clients.errors == []
+    assert len(clients.pids) == 1
 
 
 @pytest.mark.promise(
