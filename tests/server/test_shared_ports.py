@@ -124,9 +124,7 @@ OTHER_VERSION = "0.1.99"
 
 @pytest.fixture(scope="module")
 def other_version() -> Iterator[Path]:
-    """Make a folder with a moonpool that is the same but for its version. The users of instances may read it, which they
-    may not in a folder of pytest.
-    """
+    """Make a folder with a moonpool that is the same but for its version. Users of instances may read it."""
     with tempfile.TemporaryDirectory(prefix="moonpool-test-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -143,7 +141,8 @@ def version_of(server: RunningServer) -> str:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "A rolling upgrade loses no request: a server of another version starts at the ports of one that serves, and that one is ended.",
+    "A rolling upgrade loses no request: a server of another version starts at the ports of one that serves, which "
+    "then ends.",
 )
 @pytest.mark.parametrize("over", [over_http, over_grpc])
 def test_another_version_takes_over_the_ports_and_no_request_is_lost(
