@@ -1,9 +1,12 @@
-"""Empties folders whose contents somebody else made."""
+"""Names the folder of which a run's files come out, and empties folders whose contents somebody else made."""
 
 from __future__ import annotations
 
 import os
 import secrets
+
+OUT = "out"
+MOST_FILES = 1000
 
 
 def empty(folder: str) -> None:

@@ -24,11 +24,16 @@ from moonpool.ipc.codec import Extension, pack, pack_with, unpack
 from moonpool.ipc.errors import LocalProtocolError, RemoteProtocolError
 
 Buffer = Union[bytes, memoryview]
-# Lists and dictionaries may be nested so deep, and have so many members together.
+# Lists and dictionaries may be nested so deep, and all together have so many members.
 MOST_DEPTH = 64
 MOST_MEMBERS = 1_000_000
+# What takes longer to read counts as several, so that no value takes more than half a second: an array, an entry of a
+# dictionary, and a list, a dictionary or long bytes beside their members.
+_OF_ARRAY, _OF_ENTRY, _OF_ITSELF = 16, 3, 2
 # The longest document. What is read of it may take a hundred times as much.
 MOST_DOCUMENT_BYTES = 32 << 20
+# Room in the file for an answer for what it has beside the value and the files: the text of an error.
+BESIDE_BYTES = 1 << 20
 # The document travels in the packet if it fits there, beside the numbers.
 _MOST_IN_PACKET = MAX_PACKET_BYTES - 1024
 # The place of an array in the memory is a multiple of this, and longer bytes lie there, too.
@@ -93,21 +98,22 @@ class Written:
         if depth >= MOST_DEPTH:
             raise Unsendable(f"it is nested deeper than {MOST_DEPTH}")
         if isinstance(value, (list, tuple)):
-            self._count(len(value))
+            self._count(_OF_ITSELF + len(value))
             return [self.plain(each, depth + 1) for each in value]
         if isinstance(value, Mapping):
-            self._count(2 * len(value))
+            self._count(_OF_ITSELF + _OF_ENTRY * len(value))
             return {_key(key): self.plain(each, depth + 1) for key, each in value.items()}
         return _of_subclass(value)
 
     def _count(self, members: int) -> None:
         self._members += members
         if self._members > MOST_MEMBERS:
-            raise Unsendable(f"it has more than {MOST_MEMBERS} members")
+            raise Unsendable(f"it has more than {MOST_MEMBERS} members, of which an array counts as {_OF_ARRAY}")
 
     def _bytes(self, value: bytes) -> object:
         if len(value) < _LONG_BYTES:
             return value
+        self._count(_OF_ITSELF)
         return Extension(_BYTES, _PLACE.pack(self.add(value, len(value)), len(value)))
 
     def _of_numpy(self, value: np.ndarray[Any, Any] | np.generic) -> object:
@@ -117,6 +123,7 @@ class Written:
         name = array.dtype.str
         if array.dtype.hasobject or _DTYPE.fullmatch(name) is None or array.ndim > _MOST_DIMENSIONS:
             raise Unsendable(f"an array of {array.dtype} does not travel")
+        self._count(_OF_ARRAY)
         array = np.ascontiguousarray(array).reshape(array.shape)
         size_bytes = array.nbytes
         place = 0
@@ -192,7 +199,7 @@ def read(document: Buffer, memory: Buffer | None) -> Any:
             strict_map_key=False,
             unicode_errors=_CHARACTERS,
             max_array_len=most,
-            max_map_len=most,
+            max_map_len=min(most, MOST_MEMBERS // _OF_ENTRY),
         )
         _check_depth(value)
     except RemoteProtocolError:
@@ -211,25 +218,26 @@ class _Reader:
         self._members = self._taken_bytes = 0
 
     def list_read(self, members: list[object]) -> list[object]:
-        self._count(len(members))
+        # An empty list takes one byte, and sixty of memory.
+        self._count(_OF_ITSELF + len(members))
         return members
 
     def map_read(self, members: list[tuple[object, object]]) -> dict[object, object]:
-        self._count(2 * len(members))
+        self._count(_OF_ITSELF + _OF_ENTRY * len(members))
         if not all(_is_key(key) for key, _ in members):
             raise RemoteProtocolError("a key of another kind than keys have")
         return dict(members)
 
     def _count(self, members: int) -> None:
-        # An empty list takes one byte, and sixty of memory.
-        self._members += 1 + members
-        if self._members > 2 * MOST_MEMBERS:
+        self._members += members
+        if self._members > MOST_MEMBERS:
             raise RemoteProtocolError(f"a value has more than {MOST_MEMBERS} members")
 
     def extension(self, code: int, data: bytes) -> object:
         if code == _ARRAY:
             return self._array(data)
         if code == _BYTES and len(data) == _PLACE.size:
+            self._count(_OF_ITSELF)
             return bytes(self._part(*_PLACE.unpack(data)))
         if code == _WHOLE and len(data) <= _MOST_DIGITS_BYTES:
             return int.from_bytes(data, "little", signed=True)
@@ -245,6 +253,7 @@ class _Reader:
         return _slice(self._memory, place, length, self._size_bytes)
 
     def _array(self, data: bytes) -> np.ndarray[Any, Any]:
+        self._count(_OF_ARRAY)
         name, shape, place, length = unpack(data)
         if not isinstance(name, str) or _DTYPE.fullmatch(name) is None or not isinstance(shape, list):
             raise RemoteProtocolError("an array without a datatype or shape")

@@ -427,7 +427,7 @@ def count_of(given: int | None) -> int:
     """Return the number of spares that a runtime was given, else that of the environment, else 1. Raises ValueError."""
     if given is not None:
         return OF_RUNTIME.whole("spares", given, 0, MOST)
-    text = os.environ.get(VARIABLE, "1")
+    text = os.environ.get(VARIABLE) or "1"
     if not (text.isascii() and text.isdigit() and int(text) <= MOST):
         raise ValueError(f"{VARIABLE} must be a whole number from 0 to {MOST}, not {text!r:.80}")
     return int(text)

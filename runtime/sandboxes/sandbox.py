@@ -21,27 +21,18 @@ from typing import Any, Unpack
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.source import values
+from moonpool.ipc.source.folders import MOST_FILES
 from moonpool.runtime.arguments import OF_REQUEST, OF_RUNTIME
 from moonpool.runtime.errors import InvalidRequest, LoadFailed, SandboxError
 from moonpool.runtime.process.parallel import awaited
 from moonpool.runtime.repository.session_source import function_source
 from moonpool.runtime.sandboxes.pool import the_pool
 from moonpool.runtime.sandboxes.printed import Tell, shown
-from moonpool.runtime.sandboxes.settings import (
-    MOST_FILES,
-    Content,
-    Limits,
-    RunOptions,
-    is_safe_name,
-    read_files,
-    read_options,
-)
+from moonpool.runtime.sandboxes.settings import Content, Limits, RunOptions, is_safe_name, read_files, read_options
 from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_name
 
 # A text, or a function of Python.
 Source = str | Callable[..., Any]
-# Room for what an answer has beside the value and the files.
-_BESIDE_BYTES = 1 << 20
 # The longest text of an error.
 _MOST_TEXT = 40_000
 _LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "timeout_s")
@@ -328,7 +319,7 @@ class Sandbox:
 
 
 def _most_bytes(limits: Limits) -> int:
-    return limits.files_bytes + _BESIDE_BYTES
+    return limits.files_bytes + values.BESIDE_BYTES
 
 
 def _checked(on_output: Tell | None) -> Tell | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from moonpool.ipc.policy import BEST_EFFORT, STRICT
+from moonpool.ipc.source.folders import MOST_FILES, OUT
 from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import BadEnvironment
 from moonpool.runtime.model.config.options import default_memory_bytes, parse_size
@@ -18,8 +19,8 @@ from moonpool.runtime.repository.folder_cache import cache_root
 
 Size = int | str
 Content = bytes | str | os.PathLike[str]
-# A path of a file that goes in or comes out, as a person may type it anywhere.
-MOST_FILES, LONGEST_NAME = 1000, 512
+# Of a path of a file that goes in or comes out, as a person may type it anywhere.
+LONGEST_NAME = 512
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
@@ -139,6 +140,13 @@ def read_files(files: Mapping[str, Content] | None) -> dict[str, bytes]:
         found[name] = bytes(content)
     if len(found) > MOST_FILES:
         OF_RUNTIME.refuse("files", f"{MOST_FILES} files at most", len(found))
+    for name in found:
+        if name == OUT:
+            OF_RUNTIME.refuse("files", f"a map without {OUT!r}, the folder for files that come out", name)
+        parts = name.split("/")
+        for count in range(1, len(parts)):
+            if (parent := "/".join(parts[:count])) in found:
+                OF_RUNTIME.refuse("files", f"a map in which no file is also a folder, as {parent!r:.200} is", name)
     return found
 
 

@@ -25,7 +25,7 @@ import os
 import select
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from moonpool.ipc.codec import pack
 from moonpool.ipc.errors import MoonpoolError, PeerGone, RemoteProtocolError
 from moonpool.ipc.source import values
 from moonpool.runtime.errors import LoadFailed
-from moonpool.runtime.isolation.plan import plan_for
+from moonpool.runtime.isolation.plan import IsolationPlan, plan_for
 from moonpool.runtime.model.backend import Model
 from moonpool.runtime.model.config.model import minimal
 from moonpool.runtime.model.config.options import hardened
@@ -242,7 +242,7 @@ class Worker:
         """Start the process again, after it has ended. Raises `LoadFailed`."""
         self._end()
         try:
-            plan = plan_for(self._model, self._environment, "", forks=True)
+            plan = _with_room(plan_for(self._model, self._environment, "", forks=True))
             self._stub = SourceStub(self._stubs, self._model, self._model.name, plan)
             start = {"mode": "source", "imports": self.settings.imports, "log": self._stubs.log.levels}
             self._stub.start(start, time.monotonic() + _START_S)
@@ -336,6 +336,13 @@ def _model(settings: Settings, name: str) -> Model:
     model = model_of(name, where, minimal(name), None, 1, {"parameters": parameters})
     model.options = hardened(model.options)
     return model
+
+
+def _with_room(plan: IsolationPlan) -> IsolationPlan:
+    """Return the plan with the limit of a file's size for the file with the answer."""
+    limits = dict(plan.policy.limits)
+    limits["file_bytes"] += values.BESIDE_BYTES
+    return replace(plan, policy=plan.policy.changed(limits=limits))
 
 
 def _check_filter(stub: SourceStub) -> None:

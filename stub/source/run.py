@@ -31,11 +31,10 @@ from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import unpack
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.source import values
+from moonpool.ipc.source.folders import MOST_FILES, OUT
 from moonpool.stub.report import traceback_of
 
 SOURCE = "<source>"
-OUT = "out"
-MOST_FILES = 1000
 _MOST_REPR = 10_000
 _MOST_MESSAGE = 10_000
 # What the kernel counts beside the threads of a run: the template, and the process that keeps it.
@@ -201,8 +200,10 @@ def _mapped(fd: int, size_bytes: int) -> memoryview:
 
 def _limit(limits: Mapping[str, int]) -> int:
     """Put on the limits of this process, which cannot be raised again. Returns `files_bytes`."""
+    # The file for the answer has room for texts beside the value and the files, which may take all that they may.
+    beside = {"tasks": _OTHER_TASKS, "files_bytes": values.BESIDE_BYTES}
     for name, which in _LIMITS.items():
-        value = limits[name] + (_OTHER_TASKS if name == "tasks" else 0)
+        value = limits[name] + beside.get(name, 0)
         _, hard = resource.getrlimit(which)
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)

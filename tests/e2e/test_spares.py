@@ -254,6 +254,9 @@ def test_a_number_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         moonpool.Runtime()
     with pytest.raises(ValueError, match="spares must be a whole number from 0 to 4, not 5"):
         moonpool.Runtime(spares=5)
+    monkeypatch.setenv("MOONPOOL_SPARES", "")
+    with moonpool.Runtime() as runtime:
+        assert pool_of(runtime).count == 1
 
 
 def test_there_may_be_several(file: Path) -> None:

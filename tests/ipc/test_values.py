@@ -133,6 +133,31 @@ def test_other_values_are_refused(value: object) -> None:
         values.write(value)
 
 
+# Members of a list, each of which counts as several, and how many there may be.
+COSTLY = {"arrays": (np.zeros(1, np.float32), 16 + 1), "lists": ([], 2 + 1), "dictionaries": ({1: None}, 2 + 3 + 1)}
+
+
+@pytest.mark.promise("Source", "A value that takes longer to read than a million numbers does not travel.")
+@pytest.mark.parametrize(("member", "count"), COSTLY.values(), ids=COSTLY)
+def test_both_ends_count_alike_what_takes_long_to_read(member: object, count: int) -> None:
+    most = (values.MOST_MEMBERS - 2) // count
+    written = values.write([member] * most)
+    assert len(values.read(written.document, memoryview(bytearray(written.size_bytes)))) == most
+    with pytest.raises(values.Unsendable, match="of which an array counts as 16"):
+        values.write([member] * (most + 1))
+    one = values.write([member])
+    document = b"\xdd" + (most + 1).to_bytes(4, "big") + one.document[1:] * (most + 1)
+    with pytest.raises(RemoteProtocolError, match=f"more than {values.MOST_MEMBERS} members"):
+        values.read(document, memoryview(bytearray((most + 1) * one.size_bytes)))
+
+
+def test_a_dictionary_that_takes_too_long_is_not_even_begun() -> None:
+    count = values.MOST_MEMBERS // 3 + 1
+    document = b"\xdf" + count.to_bytes(4, "big") + b"".join(msgpack.packb(n) + b"\x00" for n in range(count))
+    with pytest.raises(RemoteProtocolError, match="exceeds max_map_len"):
+        values.read(document, None)
+
+
 ARRAY, BYTES = 1, 2
 
 

@@ -123,6 +123,15 @@ os.getcwd() == os.environ["HOME"]
     for name in ("../x", "/x", "a/../../x", "a\nb", "", "a//b", "x" * 1000):
         with pytest.raises(ValueError, match="files must be"):
             moonpool.run("1", files={name: b""})
+    with pytest.raises(
+        ValueError, match="files must be a map without 'out', the folder for files that come out, not 'out'"
+    ):
+        moonpool.run("1", files={"out": b""})
+    for names in (["a", "a/b"], ["a/b/c", "a/b"], ["out", "out/x"]):
+        with pytest.raises(
+            ValueError, match=r"'out', the folder|in which no file is also a folder, as '(a|a/b)' is, not 'a/b"
+        ):
+            moonpool.run("1", files=dict.fromkeys(names, b""))
     with pytest.raises(ValueError, match=r"files\[x\] must be bytes, a text, or a Path"):
         moonpool.run("1", files={"x": 5})  # type: ignore[dict-item]
 
@@ -150,6 +159,16 @@ def test_limits_have_names(source: str, limit: str) -> None:
     assert done.error is not None
     assert done.error.limit == limit
     assert moonpool.run("1", files_bytes="4M").unwrap() == 1
+
+
+def test_an_error_has_room_beside_files_that_take_all() -> None:
+    source = "open('out/x', 'wb').write(bytes(4 << 20))\nraise ValueError('y' * 10_000) from KeyError('z' * 30_000)"
+    done = moonpool.run(source, files_bytes="4M")
+
+    assert done.error is not None
+    assert done.error.message == "y" * 10_000
+    assert len(done.error.traceback) > 30_000
+    assert done.files == {"x": bytes(4 << 20)}
 
 
 def test_usage_is_measured() -> None:
