@@ -225,7 +225,7 @@ def checked_listing(base: str, found: Mapping[str, Mapping[str, Any]]) -> CloudL
         is_folder = facts.get("type") == "directory" or (name.endswith("/") and not facts.get("size"))
         if name.rstrip("/") == base.rstrip("/"):
             continue
-        path = _checked_path(base, name.removesuffix("/") if is_folder else name)
+        path = checked_path(base, name.removesuffix("/") if is_folder else name)
         if is_folder:
             folders.add(path)
         else:
@@ -241,8 +241,8 @@ def checked_listing(base: str, found: Mapping[str, Mapping[str, Any]]) -> CloudL
     return listing
 
 
-def _checked_path(base: str, name: str) -> str:
-    """Return the path below `base`. It leads nowhere else, on no machine."""
+def checked_path(base: str, name: str) -> str:
+    """Return the path below `base`. It leads nowhere else, on no machine. Raises `RepositoryError`."""
     path = name.removeprefix(f"{base}/")
     parts = path.split("/")
     try:

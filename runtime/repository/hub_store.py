@@ -33,13 +33,17 @@ from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.files import RepositoryError, parsed_json, read_file
 from moonpool.runtime.repository.cloud_address import CONNECT_S, READ_S, CloudAddress, without_secrets
-from moonpool.runtime.repository.cloud_store import MOST_FILES, CloudFile, CloudListing, checked_listing
+from moonpool.runtime.repository.cloud_store import MOST_FILES, CloudFile, CloudListing, checked_listing, checked_path
 from moonpool.runtime.version import VERSION
 
 _log = RuntimeLog("moonpool")
 
-# The bounds of an answer of the Hub that is no file, and of a list of files in pages.
-_MOST_ANSWER_BYTES, _MOST_PAGES = 32 << 20, 200
+# The bounds of an answer of the Hub that is no file, and of a list of files in pages, of which the Hub's have a thousand
+# files. A list in moonpool's cache is whole.
+_MOST_ANSWER_BYTES, _MOST_PAGES, _MOST_LIST_BYTES = 16 << 20, 200, 32 << 20
+# What an answer's arrays and objects, and all of its values, are at most: a file has two objects, with ten values. The
+# shortest are three bytes in an answer, and take thirty times as much here.
+_MOST_OBJECTS, _MOST_VALUES = 2 * MOST_FILES, 10 * MOST_FILES
 _ANSWER_S = 60.0
 # So much of a file must come in that time.
 _LEAST_BYTES, _LEAST_S = 1 << 20, 60.0
@@ -110,30 +114,33 @@ class HubStore:
             if not _COMMIT.fullmatch(commit):
                 raise self._refusal(f"the Hub names no commit for the revision {self._revision!r:.80}")
             self._write(self._list_name(self._revision), commit.encode())
-        entries: list[Any] = []
+        facts: dict[str, dict[str, Any]] = {}
+        count = 0
         page = f"{api}/tree/{commit}?recursive=true"
         for _ in range(_MOST_PAGES):
             found, following = self._json(page, stop)
             if not isinstance(found, list):
                 raise self._refusal("the Hub's list of files is none")
-            entries += found
-            if len(entries) > 2 * MOST_FILES:
+            count += len(found)
+            if count > 2 * MOST_FILES:
                 raise self._refusal(f"the Hub lists more than {MOST_FILES:,} files and folders")
+            # Page by page, since of an entry no more is kept than this.
+            self._read_page(found, facts)
             if following is None:
-                listing = self._listing(entries)
+                listing = checked_listing(self.repo, facts)
                 self._write(self._list_name(commit), _text_of(listing))
                 return commit, listing
             page = following
         raise self._refusal(f"the Hub's list of files has more than {_MOST_PAGES} pages")
 
-    def _listing(self, entries: list[Any]) -> CloudListing:
-        """Return the files of a list of the Hub's, whose names and sizes are checked as those of any store."""
-        facts: dict[str, dict[str, Any]] = {}
+    def _read_page(self, entries: list[Any], facts: dict[str, dict[str, Any]]) -> None:
+        """Add the files of a page of the list, whose names and sizes are checked then as those of any store."""
         for each in entries:
             if not isinstance(each, dict) or not isinstance(path := each.get("path"), str):
                 raise self._refusal("the Hub's list of files has an entry without a path")
             if each.get("type") == "directory":
                 continue
+            checked_path(self.repo, name := f"{self.repo}/{path}")
             if path in facts:
                 raise self._refusal(f"the Hub lists {path!r:.200} twice")
             lfs = each.get("lfs")
@@ -142,8 +149,7 @@ class HubStore:
                 raise self._refusal(f"the Hub says no hash of {path!r:.200}")
             if size is not None and size != each.get("size"):
                 raise self._refusal(f"the Hub says two sizes of {path!r:.200}")
-            facts[path] = {"name": f"{self.repo}/{path}", "size": each.get("size"), "ETag": oid}
-        return checked_listing(self.repo, facts)
+            facts[path] = {"name": name, "size": each.get("size"), "ETag": oid}
 
     # Lists in the cache
 
@@ -179,7 +185,7 @@ class HubStore:
             with contextlib.suppress(OSError, ValueError):
                 if not self._is_own(self._lists):
                     raise FileNotFoundError
-                listing = _listing_in(parsed_json(read_file(self._lists / self._list_name(commit), _MOST_ANSWER_BYTES)))
+                listing = _listing_in(parsed_json(read_file(self._lists / self._list_name(commit), _MOST_LIST_BYTES)))
                 return commit, listing
             if known := self._known_listing(commit):
                 return commit, known
@@ -350,7 +356,7 @@ class HubStore:
                             raise _Broken(f"the answer has more than {_MOST_ANSWER_BYTES >> 20} MiB")
                         if time.monotonic() - begin_s > _ANSWER_S:
                             raise _Broken(f"no answer within {_ANSWER_S:g} s")
-                    return parsed_json(bytes(text)), self._next(url, answer)
+                    return _parsed(text), self._next(url, answer)
             except Exception as error:  # the library for HTTP has errors of its own
                 if pause_s is None or _is_final(error):
                     self._fails("", error)
@@ -392,6 +398,13 @@ def _is_final(error: Exception) -> bool:
     if isinstance(error, HubAnswer):
         return error.status < 500 and error.status not in (408, 429)
     return isinstance(error, (_Broken, ValueError, TypeError, AttributeError))
+
+
+def _parsed(text: bytearray) -> Any:
+    """Return the value of an answer in JSON. Raises `_Broken` for one that would take much more memory than its text."""
+    if text.count(b"{") + text.count(b"[") > _MOST_OBJECTS or text.count(b",") > _MOST_VALUES:
+        raise _Broken(f"the answer has more than {_MOST_OBJECTS:,} arrays and objects, or {_MOST_VALUES:,} values")
+    return parsed_json(text)
 
 
 def _text_of(listing: CloudListing) -> bytes:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,8 @@ def test_a_list_without_an_end_is_given_up(hub: Hub, tmp_path: Path) -> None:
 
     def endless(request: Any, path: str) -> bool:
         if "/tree/" in path:
-            request.answer(200, b"[" + b"{}," * 60_000 + b"{}]", following)
+            folder = b'{"type":"directory","path":"x"}'
+            request.answer(200, b"[" + (folder + b",") * 60_000 + folder + b"]", following)
         return "/tree/" in path
 
     hub.instead = endless
@@ -216,6 +218,34 @@ def test_a_list_without_an_end_is_given_up(hub: Hub, tmp_path: Path) -> None:
         find("hf://o/m")
     assert sum("/tree/" in path for path in hub.asked) == 4
     assert left(tmp_path) == []
+
+
+@pytest.mark.promise("Models of the Hub", "An answer of the Hub takes no more than ten times the memory of its text.")
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"[" + b"{}," * 5_000_000 + b"{}]",
+        b"[" + b'"ab",' * 3_000_000 + b"0]",
+        b'[{"a": [' + b"[]," * 5_000_000 + b"[]]}]",
+    ],
+    ids=["objects", "texts", "arrays"],
+)
+def test_a_page_takes_little_more_memory_than_its_text(hub: Hub, page: bytes) -> None:
+    hub.put("o/m", FILES)
+
+    def answer(request: Any, path: str) -> bool:
+        if "/tree/" in path:
+            request.answer(200, page)
+        return "/tree/" in path
+
+    hub.instead = answer
+    tracemalloc.start()
+    try:
+        with pytest.raises(RepositoryError, match="more than 200,000 arrays and objects, or 1,000,000 values"):
+            find("hf://o/m")
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(page)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.promise(
