@@ -18,6 +18,8 @@ import os
 import sys
 
 _TEMPLATE_TITLE, _SPARE_TITLE = "moonpool_blank_template", "moonpool_spare"
+# What `moonpool` has for programs alone.
+_OF_PROGRAMS = ("Runtime", "Sandbox", "arun", "run")
 
 
 def leave_folder(folder: str) -> None:
@@ -42,6 +44,20 @@ def make_importable(name: str, folder: str) -> None:
         module = sys.modules[f"{name}.{part}"] = types.ModuleType(f"{name}.{part}")
         module.__path__ = [os.path.join(folder, part)]
         setattr(package, part, module)
+    package.__getattr__ = _absent  # type: ignore[method-assign]
+
+
+def _absent(name: str) -> object:
+    """Tell what to do in place of a name of `moonpool` that a model does not have."""
+    if name not in _OF_PROGRAMS:
+        raise AttributeError(f"module 'moonpool' has no attribute {name!r}")
+    text = (
+        f"moonpool.{name} belongs to the program that hosts models, and this is a process that it hosts: call it there"
+        ", or start `python -m moonpool run FILE` or another program that calls it, where the sandbox allows that"
+    )
+    # `from moonpool import run` would drop the text of any other error.
+    is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise ImportError(text) if is_import else AttributeError(text)
 
 
 def load_msgpack(folder: str) -> None:

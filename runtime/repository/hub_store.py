@@ -38,8 +38,8 @@ from moonpool.runtime.version import VERSION
 
 _log = RuntimeLog("moonpool")
 
-# The bounds of an answer of the Hub that is no file, and of a list of files in pages, of which the Hub's have a thousand
-# files. A list in moonpool's cache is whole.
+# The bounds of an answer of the Hub that is no file, and of a list of files in pages, each of which has a thousand on
+# the Hub itself. A list in moonpool's cache is whole.
 _MOST_ANSWER_BYTES, _MOST_PAGES, _MOST_LIST_BYTES = 16 << 20, 200, 32 << 20
 # What an answer's arrays and objects, and all of its values, are at most: a file has two objects, with ten values. The
 # shortest are three bytes in an answer, and take thirty times as much here.
@@ -401,7 +401,9 @@ def _is_final(error: Exception) -> bool:
 
 
 def _parsed(text: bytearray) -> Any:
-    """Return the value of an answer in JSON. Raises `_Broken` for one that would take much more memory than its text."""
+    """Return the value of an answer in JSON. Raises `_Broken` for one that would take much more memory than its
+    text.
+    """
     if text.count(b"{") + text.count(b"[") > _MOST_OBJECTS or text.count(b",") > _MOST_VALUES:
         raise _Broken(f"the answer has more than {_MOST_OBJECTS:,} arrays and objects, or {_MOST_VALUES:,} values")
     return parsed_json(text)

@@ -220,6 +220,33 @@ def test_an_environment_of_its_own_runs_the_source() -> None:
         moonpool.run("1", environment=["numpy", "--index-url=http://127.0.0.1"])
 
 
+@pytest.mark.parametrize("name", ["run", "arun", "Sandbox", "Runtime"])
+def test_what_a_hosted_process_does_not_have_is_told(name: str) -> None:
+    for source, kind in [
+        (f"import moonpool; moonpool.{name}", "Attribute"),
+        (f"from moonpool import {name}", "Import"),
+    ]:
+        error = moonpool.run(source).error
+        assert str(error).startswith(f"{kind}Error: moonpool.{name} belongs to the program that hosts models")
+    source = f"import moonpool; hasattr(moonpool, '{name}'), hasattr(moonpool, 'nothing'), moonpool.nothing"
+    assert str(moonpool.run(source).error) == "AttributeError: module 'moonpool' has no attribute 'nothing'"
+
+
+def test_a_model_may_run_source_in_a_program_that_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import subprocess, sys, numpy as np\nfrom moonpool import Batch, Float32\n"
+        "def run(X: Float32[Batch]) -> Float32[Batch]:\n"
+        "    command = [sys.executable, '-m', 'moonpool', 'run', '-']\n"
+        "    done = subprocess.run(command, input='40 + 2', text=True, capture_output=True, check=True)\n"
+        "    return X * np.float32(done.stdout)\n"
+    )
+    with moonpool.Runtime() as runtime:
+        runtime.load(
+            "m", f"{tmp_path}/m.py:run", config={"parameters": {"MOONPOOL_SANDBOX": {"string_value": "standard"}}}
+        )
+        assert runtime.infer("m", {"X": np.ones(1, np.float32)})["OUTPUT0"] == 42
+
+
 def test_many_threads_share_few_processes() -> None:
     results: list[object] = []
 
