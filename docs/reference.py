@@ -20,14 +20,6 @@ BEGIN, END = "<!-- names -->", "<!-- end -->"
 MODULES = (moonpool, moonpool.errors, moonpool.testing)
 
 
-def names(module: ModuleType) -> list[str]:
-    """Return what a module offers to programs. The errors have a section of their own."""
-    found = [name for name in dir(module) if not name.startswith("_")]
-    if module is moonpool:
-        found = [name for name in found if name not in vars(moonpool.errors)]
-    return [name for name in found if callable(getattr(module, name))]
-
-
 def first_sentence(value: object) -> str:
     first = (value.__doc__ or "").strip().partition("\n\n")[0]
     text = " ".join(first.split())
@@ -37,7 +29,7 @@ def first_sentence(value: object) -> str:
 
 # Those who write a backend read `help()`, those who write tests TESTING_MODELS, and the page stays short.
 WITHOUT_MEMBERS = {
-    *("Backend", "Model", "ModelInstance", "ResponseAllocator"),
+    *("Backend", "DeviceArray", "Model", "ModelInstance", "Progress", "Resident", "ResponseAllocator"),
     *("EnsembleModel", "InProcessModel", "LoadedModel", "RecordingHost"),
 }
 
@@ -55,12 +47,15 @@ def members(value: object) -> Iterator[tuple[str, object]]:
 
 def listed(module: ModuleType) -> Iterator[str]:
     yield f"## {module.__name__}\n"
-    types = [name for name in names(module) if isinstance(getattr(module, name), TensorType)]
+    values = {name: getattr(module, name) for name in sorted(module.__all__)}
+    types = [name for name, value in values.items() if isinstance(value, TensorType)]
     if types:
         yield f"- {', '.join(f'`{name}`' for name in types)}: {first_sentence(TensorType)}"
-    for name in names(module):
-        value = getattr(module, name)
+    for name, value in values.items():
         if name in types:
+            continue
+        if isinstance(value, str):
+            yield f"- `{name}`: A dimension in the brackets of a datatype."
             continue
         yield f"- `{name}`: {first_sentence(value)}"
         for member, explained in members(value):

@@ -24,6 +24,9 @@ from tests.pages import SHELL, Reader, blocks, lines_of
 from tests.runtime.cli.shell import MODELS, PACKAGE
 from tests.triton.differences import TESTS
 
+import moonpool
+import moonpool.errors
+import moonpool.testing
 from moonpool import MoonpoolError
 from moonpool.ipc import messages
 from moonpool.runtime.cli.main import make_parser
@@ -82,6 +85,25 @@ def test_the_reference_is_current() -> None:
     page = reference.PAGE.read_text(encoding="utf-8")
 
     assert reference.written(page) == page, "run python docs/reference.py"
+
+
+@pytest.mark.parametrize("module", [moonpool, moonpool.errors, moonpool.testing], ids=lambda module: module.__name__)
+@pytest.mark.promise("Trust", "The page API lists what is stable: the names of `__all__`, and there are no others.")
+def test_the_reference_has_all_public_names(module: ModuleType) -> None:
+    page = tool("reference").PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"## {module.__name__}\n")[2].partition("\n## ")[0]
+    listed = {
+        name
+        for line in section.splitlines()
+        if line.startswith("- ")
+        for name in re.findall(r"`(\w+)`", line.split(":")[0])
+    }
+    given = {name for name in dir(module) if not name.startswith("_")}
+    imported = {name for name in given if isinstance(getattr(module, name), ModuleType)} | {"TYPE_CHECKING", "VERSION"}
+
+    assert listed == set(module.__all__) <= set(dir(module)) | {"DeviceArray"}
+    assert given - imported - set(moonpool.errors.__all__) <= set(module.__all__)
+    assert [name for name in module.__all__ if not (getattr(module, name).__doc__ or "").strip()] == []
 
 
 def test_make_docs_writes_every_page_that_a_module_prints() -> None:

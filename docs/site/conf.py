@@ -118,10 +118,7 @@ def reference() -> str:
     lines = []
     for module in (moonpool, moonpool.testing, moonpool.errors):
         named = module.__name__
-        names = [name for name in dir(module) if not name.startswith("_") and callable(getattr(module, name))]
-        if module is moonpool:
-            # They have a section of their own.
-            names = [name for name in names if name not in vars(moonpool.errors)]
+        names = [name for name in sorted(module.__all__) if callable(getattr(module, name))]
         lines += [f"## {named}", "", "```{eval-rst}", f".. automodule:: {named}", ""]
         for name in names:
             kind = "autoclass" if isinstance(getattr(module, name), type) else "autofunction"

@@ -26,8 +26,7 @@ from moonpool.runtime.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    # `__all__` has what a program begins with, and `help(moonpool)` shows no more. With `as`, the other names are no
-    # less public: type checkers and editors offer them. A type checker knows no types such as `Float32[Batch, 3]`. It
+    # With `as`, type checkers and editors offer a name. A type checker knows no types such as `Float32[Batch, 3]`. It
     # reads them as `Annotated[Batch, 3]`: an array, with a note that it ignores. It follows an import of `Annotated`
     # under another name, but no assignment.
     from typing import (
@@ -170,12 +169,15 @@ else:
         return sorted({*globals(), *_MODULES, "errors"} - {"DeviceArray"})
 
 
-# In the order in which a program meets them.
+# What is stable, as docs/API.md lists it, in the order in which a program meets it. The other errors are names of this
+# module, too; `moonpool.errors` lists them.
 __all__ = [  # noqa: RUF022
     "Runtime",
     "run",
     "arun",
     "Sandbox",
+    "RunResult",
+    "RunError",
     "Batch",
     "Ragged",
     "Float32",
@@ -195,8 +197,13 @@ __all__ = [  # noqa: RUF022
     "TensorType",
     "Response",
     "ResponseStream",
-    "MoonpoolError",
     "Progress",
+    "Resident",
     "exit_on_sigterm",
     "DeviceArray",
+    "Backend",
+    "Model",
+    "ModelInstance",
+    "ResponseAllocator",
+    "MoonpoolError",
 ]
