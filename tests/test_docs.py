@@ -87,8 +87,37 @@ def test_the_reference_is_current() -> None:
     assert reference.written(page) == page, "run python docs/reference.py"
 
 
+def test_each_example_is_listed_and_tested() -> None:
+    examples = ROOT / "examples"
+    models = {model.parents[1] for model in examples.glob("*/*/1/model.py")}
+    programs = {
+        path for path in (*examples.glob("*.py"), *examples.glob("agents/*.py")) if path.name != "test_models.py"
+    }
+    page = (examples / "README.md").read_text(encoding="utf-8")
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in [*ROOT.glob("tests/**/test_*.py")])
+    tests += (examples / "test_models.py").read_text(encoding="utf-8")
+
+    assert len(models | programs) >= 12
+    for example in sorted(models | programs):
+        assert f"]({example.relative_to(examples)}" in page, example
+        assert example.stem in tests, example
+
+
+def test_the_history_has_all_runs_of_each_benchmark() -> None:
+    history = tool("history")
+    page = history.page()
+
+    assert history.PLACE not in page
+    for file in history.RESULTS.glob("*.jsonl"):
+        found = history.runs(file)
+        assert found[-1].machine == json.loads(file.read_text().splitlines()[0])["machine"]
+        assert [run.head for run in found if run.head not in page] == []
+
+
 @pytest.mark.parametrize("module", [moonpool, moonpool.errors, moonpool.testing], ids=lambda module: module.__name__)
-@pytest.mark.promise("Trust", "The page API lists what is stable: the names of `__all__`, and there are no others.")
+@pytest.mark.promise(
+    "The package", "The page API lists what is stable: the names of `__all__`, and there are no others."
+)
 def test_the_reference_has_all_public_names(module: ModuleType) -> None:
     page = tool("reference").PAGE.read_text(encoding="utf-8")
     section = page.partition(f"## {module.__name__}\n")[2].partition("\n## ")[0]

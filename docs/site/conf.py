@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 import diagrams  # noqa: E402
+import history  # noqa: E402
 import specification  # noqa: E402
 
 project = "moonpool"
@@ -45,7 +46,7 @@ suppress_warnings = ["myst.header"]
 
 API = "docs/API"
 SECTIONS = {
-    "Tours": ("TOUR_HOST", "TOUR_MEASURE", "TOUR_TRITON"),
+    "Tours": ("TOUR_HOST", "TOUR_MEASURE", "TOUR_TRITON", "/examples/README"),
     "Host models": (
         "EMBEDDING",
         "NATIVE_MODELS",
@@ -72,7 +73,7 @@ SECTIONS = {
         "FIDELITY",
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
-    "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README"),
+    "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README", "site/HISTORY"),
     "Reference": (
         "API",
         "site/SPECIFICATION",
@@ -137,6 +138,8 @@ def complete(_: Sphinx, page: str, source: list[str]) -> None:
         source[0] = f"{source[0].partition('<!-- names -->')[0]}\n{reference()}"
     elif page == "docs/site/SPECIFICATION":
         source[0] = specification.page()
+    elif page == "docs/site/HISTORY":
+        source[0] = history.page()
     elif page in ("docs/site/WIRE", "docs/site/STATES"):
         source[0] = diagrams.drawn(source[0])
     elif page == "docs/decisions/README":
