@@ -310,27 +310,28 @@ def tighten(policy: Policy) -> None:
 
 def tightening(policy: Policy) -> Callable[[], None]:
     """Return a function that does what `tighten` does, in less time. A template makes it for all of its forks."""
-    program = b""
-    places: list[int] = []
-    if syscalls.this_machine() in syscalls.ARCHITECTURES:
-        # The first filter stays on, and the kernel takes the stricter answer of the two. So conditions that the first
-        # one decides are left open here.
-        program = _filter(policy, _NO_PID, others_are_safe=True, scoped=True)
-        places = seccomp.places_of(program, _NO_PID)
-    return partial(_tighten, policy, program, places)
+    if syscalls.this_machine() not in syscalls.ARCHITECTURES:
+        return partial(_tighten, policy, None, [])
+    # The first filter stays on, and the kernel takes the stricter answer of the two. So conditions that the first
+    # one decides are left open here.
+    prepared = seccomp.PreparedFilter(_filter(policy, _NO_PID, others_are_safe=True, scoped=True))
+    return partial(_tighten, policy, prepared, prepared.places_of(_NO_PID))
 
 
-def _tighten(policy: Policy, program: bytes, places: Sequence[int]) -> None:
+def _tighten(policy: Policy, prepared: seccomp.PreparedFilter | None, places: Sequence[int]) -> None:
+    # Without `refusing`: in a fork, every object that is used for the first time takes a page.
+    layer = "not_dumpable"
     try:
-        with refusing("not_dumpable"):
-            identity.forbid_looking_inside()
-        if program:
-            with refusing("seccomp"):
-                seccomp.install(seccomp.with_operand(program, places, os.getpid()))
-    except SandboxRefused:
+        identity.forbid_looking_inside()
+        layer = "seccomp"
+        if prepared is not None:
+            prepared.change(places, os.getpid())
+            prepared.install()
+    except OSError as error:
         # `best-effort` reported the layer when it was left out the first time.
         if policy.level == STRICT:
-            raise
+            with refusing(layer):
+                raise error
 
 
 def _choose_selector() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from functools import partial
+from typing import Callable
 
 from moonpool.ipc import syscalls
 
@@ -16,7 +18,12 @@ NUMBERS = syscalls.numbers(syscalls.this_machine())
 
 
 def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call. Raises OSError, with ENOSYS if its number is not known for this machine.
+    """Make a system call. Raises OSError, with ENOSYS if its number is not known for this machine."""
+    return prepared(name, *arguments)()
+
+
+def prepared(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> Callable[[], int]:
+    """Return a function that makes a system call as `call` does. The call itself takes few objects of Python.
 
     Numbers are passed as whole words: a plain int would leave the upper half of a register as it was.
     """
@@ -24,7 +31,11 @@ def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None
     if number is None:
         raise OSError(errno.ENOSYS, f"{name} has no number that is known for this machine")
     words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    result: int = _libc.syscall(ctypes.c_long(number), *words)
+    return partial(_call, partial(_libc.syscall, ctypes.c_long(number), *words))
+
+
+def _call(act: Callable[[], int]) -> int:
+    result = act()
     if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -83,30 +83,38 @@ def program(
     return b"".join(starmap(_INSTRUCTION.pack, instructions))
 
 
-def places_of(filter_program: bytes, operand: int) -> list[int]:
-    """Return the places of the bytes of `operand` wherever the program compares with it."""
-    places = []
-    for number, (code, _, _, value) in enumerate(_INSTRUCTION.iter_unpack(filter_program)):
-        if code == _IF_EQUAL and value == operand:
-            places.append(number * _INSTRUCTION.size + _OPERAND)
-    return places
+class PreparedFilter:
+    """A filter that lies ready for the kernel."""
 
+    def __init__(self, filter_program: bytes) -> None:
+        self.program = ctypes.create_string_buffer(filter_program, len(filter_program))
+        header = struct.pack("@HP", len(filter_program) // _INSTRUCTION.size, ctypes.addressof(self.program))
+        self._call = kernel.prepared("seccomp", _SET_MODE_FILTER, _TSYNC, header)
 
-def with_operand(filter_program: bytes, places: Iterable[int], operand: int) -> bytes:
-    """Return the program with another number at these places."""
-    changed = bytearray(filter_program)
-    for place in places:
-        changed[place : place + 4] = operand.to_bytes(4, sys.byteorder)
-    return bytes(changed)
+    def places_of(self, operand: int) -> list[int]:
+        """Return the places of `operand` wherever the program compares with it."""
+        found = []
+        for number, (code, _, _, value) in enumerate(_INSTRUCTION.iter_unpack(self.program)):
+            if code == _IF_EQUAL and value == operand:
+                found.append(number * _INSTRUCTION.size + _OPERAND)
+        return found
+
+    def change(self, places: Iterable[int], operand: int) -> None:
+        """Put another number at these places."""
+        data = operand.to_bytes(4, sys.byteorder)
+        for place in places:
+            self.program[place : place + 4] = data  # type: ignore[call-overload]
+
+    def install(self) -> None:
+        """Install it for every call of every thread of this process from now on. Raises OSError."""
+        thread = self._call()
+        if thread:
+            raise OSError(errno.EBUSY, f"thread {thread} has another filter")
 
 
 def install(filter_program: bytes) -> None:
     """Install a filter for every call of every thread of this process from now on. Raises OSError."""
-    code = ctypes.create_string_buffer(filter_program, len(filter_program))
-    header = struct.pack("@HP", len(filter_program) // 8, ctypes.addressof(code))
-    thread = kernel.call("seccomp", _SET_MODE_FILTER, _TSYNC, header)
-    if thread:
-        raise OSError(errno.EBUSY, f"thread {thread} has another filter")
+    PreparedFilter(filter_program).install()
 
 
 def _checking(alternatives: Alternatives, then: Code, otherwise: Code) -> Code:

@@ -22,10 +22,13 @@ A template that cannot remove them ends, and everything else ends with it.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
+import gc
 import os
-import socket
 import sys
+import threading
 from typing import NoReturn
 
 from moonpool.ipc.channel import Channel
@@ -36,6 +39,7 @@ from moonpool.stub import output, trackers
 from moonpool.stub.handshake import Handshake
 from moonpool.stub.pb_utils import logger
 from moonpool.stub.sandbox import layers
+from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.mounts import LAYER, SHARED_MEMORY
 from moonpool.stub.source import run
 from moonpool.stub.template import Template, reseed
@@ -55,6 +59,7 @@ class SourceTemplate(Template):
         # A run starts no processes, and shares its folder with those that come after it.
         self._policy = policy.changed(forks=False, shares_scratch=True, syscalls=[])
         self._tighten = layers.tightening(self._policy)
+        self._end_of_fds = os.sysconf("SC_OPEN_MAX")
         layers_on = handshake.start.get("layers", ())
         self._folders = [policy.scratch] if policy.scratch else []
         if LAYER in layers_on:
@@ -65,7 +70,6 @@ class SourceTemplate(Template):
         output.prepare()
         run.prepare()
         logger.set_levels(*self._handshake.start["log"])
-        logger.set_sink(self._log)
         trackers.settle(self._policy, self._handshake.start.get("layers", ()))
         self._import(self._handshake.start["imports"])
         try:
@@ -84,31 +88,65 @@ class SourceTemplate(Template):
         except Exception as error:  # a module may raise anything
             self._handshake.fail("imports", f"{name} cannot be imported: {error!r:.1000}")
 
+    def _quieten(self) -> None:
+        """Do what each fork would have to do, and make the memory smaller that each has to map."""
+        if self._folders:
+            run.rehearse()
+            self._empty()
+        _forget_threads()
+        super()._quieten()
+        _trim()
+
     def _become(self, name: str, fds: list[int], parent_pid: int) -> NoReturn:  # noqa: ARG002
         """Become a process of its own, in a fork, and run what comes."""
         channel_fd, output_fd, error_fd, handshake_fd = fds
-        self._leave(parent_pid)
-        apart = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _APART_FD) for fd in (channel_fd, handshake_fd)]
+        os.setsid()
+        die_with(parent_pid)
         os.dup2(output_fd, 1)
         os.dup2(error_fd, 2)
-        os.dup2(apart[0], _CHANNEL_FD, inheritable=False)
-        os.dup2(apart[1], _HANDSHAKE_FD, inheritable=False)
-        os.closerange(_FREE_FD, os.sysconf("SC_OPEN_MAX"))
+        # Apart first, as they may have each other's numbers.
+        channel_fd = fcntl.fcntl(channel_fd, fcntl.F_DUPFD_CLOEXEC, _APART_FD)
+        handshake_fd = fcntl.fcntl(handshake_fd, fcntl.F_DUPFD_CLOEXEC, _APART_FD)
+        os.dup2(channel_fd, _CHANNEL_FD, inheritable=False)
+        os.dup2(handshake_fd, _HANDSHAKE_FD, inheritable=False)
+        # Of the template, too. Its objects for them stay as they are, as long as this process lives.
+        os.closerange(_FREE_FD, self._end_of_fds)
         reseed()
         self._tighten()
         mine_alone = run.SourceRun(Channel.of_descriptor(_CHANNEL_FD))
-        with socket.socket(fileno=_HANDSHAKE_FD) as handshake:
-            handshake.send(b"\0")
+        os.write(_HANDSHAKE_FD, b"\0")
+        os.close(_HANDSHAKE_FD)
         mine_alone.serve()
 
     def _send_end(self, pid: int) -> None:
         """Reap a run, remove what it left in the folders, and say that it has ended."""
         if pid in self._forks:
             self._wait_for(pid, 0)
+        self._empty()
+        super()._send_end(pid)
+
+    def _empty(self) -> None:
         try:
             for folder in self._folders:
                 empty(folder)
         except OSError as error:
             sys.stderr.write(f"the folders of a run cannot be emptied: {error}\n")
             os._exit(1)
-        super()._send_end(pid)
+
+
+def _forget_threads() -> None:
+    """Have `threading` do nothing in forks: the template has no thread that would be missing there.
+
+    It costs a fork a third of the pages that it writes to until it runs something.
+    """
+    hook = getattr(threading, "_after_fork", None)
+    if hook is not None:
+        for hooks in gc.get_referrers(hook):
+            if type(hooks) is list:
+                hooks.remove(hook)
+
+
+def _trim() -> None:
+    """Give the kernel memory that the C library holds and nobody uses, if the library can."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -49,6 +49,23 @@ def test_a_run_finds_nothing_of_the_one_before() -> None:
     assert left == [False, False, False, ["out"], []]
 
 
+def test_a_run_has_state_of_its_own() -> None:
+    """Although all are forked from one process, which has run moonpool's own source to be quick."""
+    look = (
+        "import linecache, os, random, sys, threading, numpy as np\n"
+        "answers = []\nthread = threading.Thread(target=answers.append, args=(1,))\nthread.start()\nthread.join()\n"
+        "threads = [answers, threading.active_count(), threading.current_thread() is threading.main_thread()]\n"
+        "names = sorted(name for name in globals() if not name.startswith('__'))\n"
+        "lines = [name for name in linecache.cache if name.startswith('<source')]\n"
+        "[random.random(), np.random.random(), os.urandom(8).hex()], threads, names, lines, os.listdir()"
+    )
+    first, second = (moonpool.run(look, timeout_s=20).unwrap() for _ in range(2))
+
+    assert not set(first[0]) & set(second[0])
+    names = ["answers", "linecache", "np", "os", "random", "sys", "thread", "threading", "threads"]
+    assert first[1:] == second[1:] == [[[1], 1, True], names, ["<source>"], ["out"]]
+
+
 def test_the_template_never_has_source_or_inputs() -> None:
     """Look through its memory from outside, as root may."""
     for _ in range(3):

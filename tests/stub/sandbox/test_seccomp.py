@@ -342,6 +342,18 @@ def test_a_template_forks_and_may_put_further_layers_on(machine: str) -> None:
     assert judged(machine, "execve", kind="template") == EPERM
 
 
+def test_a_prepared_filter_gets_the_number_of_each_process() -> None:
+    def program(number: int) -> bytes:
+        return seccomp.program("x86_64", {"kill": (((0, rules.ALL_BITS, (number,)),),)})
+
+    prepared = seccomp.PreparedFilter(program(12345))
+    places = prepared.places_of(12345)
+    for number in (7, 1 << 20):
+        prepared.change(places, number)
+        assert bytes(prepared.program) == program(number)
+        assert prepared.places_of(number) == places
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_launcher_becomes_another_program_and_forks_nothing(machine: str) -> None:
     assert judged(machine, "execve", kind="launcher") == ALLOW
