@@ -126,6 +126,9 @@ class _Session:
         # Imports of all names of a module, which may define any name.
         self._stars: set[_Statement] = set()
         self._taken: set[_Statement] = set()
+        # What statements use, and their text, for all copies: the same function may be run again and again.
+        self._used: dict[_Statement, list[str]] = {}
+        self._texts: dict[_Statement, str] = {}
         for cell, text in enumerate(cells):
             for number, node in enumerate(_statements(text)):
                 self._note(_Statement(cell, number, node))
@@ -155,7 +158,13 @@ class _Session:
             raise _Unreachable("what was typed there is not kept")
         self._take(name)
         statements = sorted(self._always) + sorted(self._taken - self._always)
-        return "\n\n\n".join(ast.unparse(each.node) for each in statements) + "\n"
+        return "\n\n\n".join(map(self._text_of, statements)) + "\n"
+
+    def _text_of(self, statement: _Statement) -> str:
+        text = self._texts.get(statement)
+        if text is None:
+            text = self._texts[statement] = ast.unparse(statement.node)
+        return text
 
     def _take(self, name: str) -> None:
         if name not in self._bound:
@@ -167,14 +176,18 @@ class _Session:
         for statement in self._bound[name]:
             if statement not in self._taken:
                 self._taken.add(statement)
-                self._take_one(name, statement.node)
+                self._take_one(name, statement)
 
-    def _take_one(self, name: str, node: ast.stmt) -> None:
+    def _take_one(self, name: str, statement: _Statement) -> None:
+        node = statement.node
         if isinstance(node, ast.Import | ast.ImportFrom):
             return
         if not isinstance(node, _DEFINITIONS):
             self._check_constant(name, node)
-        for other in sorted(_names_used(node)):
+        used = self._used.get(statement)
+        if used is None:
+            used = self._used[statement] = sorted(_names_used(node))
+        for other in used:
             self._take(other)
 
     def _check_constant(self, name: str, node: ast.stmt) -> None:

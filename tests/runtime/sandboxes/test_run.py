@@ -54,6 +54,13 @@ def test_the_value_is_that_of_the_last_expression_or_of_the_function() -> None:
     assert (odd.is_repr, odd.value) == (True, "<A, whose repr raised ValueError>")
 
 
+def test_a_constant_of_a_function_is_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moonpool.run(scaled, {"x": 2}).unwrap() == 6
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 4)
+    with pytest.raises(moonpool.LoadFailed, match="it uses 'SCALE', which was changed after it was set"):
+        moonpool.run(scaled, {"x": 2})
+
+
 def test_a_function_that_needs_what_does_not_travel_is_refused() -> None:
     with pytest.raises(moonpool.LoadFailed, match="it uses 'BORN', whose value is the result of running code"):
         moonpool.run(tells_its_birth)
