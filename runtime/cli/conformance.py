@@ -16,13 +16,16 @@ from moonpool.runtime.cli.shared import UsageError
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.process.terminal import harmless
 
-HELP = "compare a server's answers to nine hundred requests with a tritonserver's"
+HELP = "compare a server's answers with a tritonserver's, or with OpenAI's reference"
 DESCRIPTION = """\
 Send about nine hundred requests to a server, over HTTP and gRPC, and compare its answers with those that a tritonserver
 gave: status, headers, values, texts, streams. `--models` writes the repository that the server has to serve, and prints
 how to serve it.
 
 Start the server anew before each run: some answers depend on what was asked before.
+
+With `--chat`, `--completions` or `--embeddings`, send about a hundred to a server of OpenAI's API instead, and compare
+form and status of its answers with the reference of that API.
 
 A request is `same` if nothing differs, `differs` if it only succeeded or failed as it should, and else `fails`.
 """
@@ -31,6 +34,7 @@ examples:
   moonpool conformance --models repository
   moonpool conformance http://localhost:8000 --grpc localhost:8001
   moonpool conformance http://localhost:8000 --only "shared memory" --details
+  moonpool conformance http://localhost:8000 --chat tiny_chat --embeddings embedder
 """
 _MODELS = Path(__file__).resolve().parents[1] / "conformance/models"
 # Those that a server has loaded before the first request.
@@ -43,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grpc", metavar="HOST:PORT", help="its address for gRPC; without it, only HTTP is compared")
     parser.add_argument("--models", metavar="FOLDER", type=Path, help="write the repository to a new folder, and end")
     parser.add_argument("--only", metavar="EXTENSION", help="the requests of one extension, as the table names it")
+    for endpoint in ("chat", "completions", "embeddings"):
+        parser.add_argument(f"--{endpoint}", metavar="MODEL", help=f"ask this model of OpenAI's API for {endpoint}")
     parser.add_argument("--details", action="store_true", help="print each answer that is not the same")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all outcomes to a file")
 
@@ -52,12 +58,37 @@ def run(options: argparse.Namespace) -> int:
         return _write(options.models)
     if options.url is None:
         raise UsageError("say where the server is: http://HOST:PORT")
-    from moonpool.runtime.conformance import cases, comparing, report
-    from moonpool.runtime.conformance.asking import AskedServer, region
-
     endpoint = parse_endpoint("URL", options.url)
     if endpoint.scheme != "http" or endpoint.tls or endpoint.path:
         raise UsageError("URL is http://HOST:PORT; the address for gRPC is that of --grpc HOST:PORT")
+    from moonpool.runtime.conformance import report
+
+    found = []
+    asks = _openai if options.chat or options.completions or options.embeddings else _triton
+    for outcome in asks(endpoint, options):
+        found.append(outcome)
+        if options.details and outcome.verdict != "same":
+            print(*map(harmless, outcome.lines()), sep="\n", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.as_json(found), indent=1), encoding="utf-8")
+    print("\n".join(report.table(found)))
+    return int(any(each.verdict == "fails" for each in found))
+
+
+def _openai(endpoint: Any, options: argparse.Namespace) -> Iterator[Any]:
+    if options.grpc is not None:
+        raise UsageError("OpenAI's API has no --grpc")
+    from moonpool.runtime.conformance import openai
+    from moonpool.runtime.conformance.asking import AskedServer
+
+    server = AskedServer(endpoint.host, endpoint.port, None)
+    yield from openai.outcomes(server, options.chat, options.completions, options.embeddings, options.only)
+
+
+def _triton(endpoint: Any, options: argparse.Namespace) -> Iterator[Any]:
+    from moonpool.runtime.conformance import cases, comparing, report
+    from moonpool.runtime.conformance.asking import AskedServer, region
+
     chosen = [
         each
         for each in cases.all_cases()
@@ -66,18 +97,10 @@ def run(options: argparse.Namespace) -> int:
     if not chosen:
         known = sorted({each.extension for each in cases.all_cases()})
         raise UsageError(f"there are no requests for {options.only!r}, but for {', '.join(known)}")
-    found = []
     with _channel(options.grpc) as channel, region() as clear:
         server = AskedServer(endpoint.host, endpoint.port, channel)
         _check_models(server)
-        for outcome in report.outcomes(server, chosen, comparing.read_expected(), clear):
-            found.append(outcome)
-            if options.details and outcome.verdict != "same":
-                print(*map(harmless, outcome.lines()), sep="\n", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(found), indent=1), encoding="utf-8")
-    print("\n".join(report.table(found)))
-    return int(any(each.verdict == "fails" for each in found))
+        yield from report.outcomes(server, chosen, comparing.read_expected(), clear)
 
 
 def _write(folder: Path) -> int:

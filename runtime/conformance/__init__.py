@@ -6,6 +6,7 @@
     comparing.py   brings answers into a form without what must differ; expected.txt has a tritonserver's
     models/        the repository that the server has to serve
     report.py      what the comparison found
+    openai.py      questions to any server of OpenAI's API, and the forms of that API's reference
 
 The tests ask moonpool and, where there is one, a tritonserver.
 """

@@ -171,6 +171,7 @@ _GENERATION: dict[str, Check] = {
     "stream": _flag,
     "stream_options": _stream_options,
     "ignore_eos": _flag,
+    "logit_bias": _object,
     "user": _text,
 }
 _CHAT: dict[str, Check] = {

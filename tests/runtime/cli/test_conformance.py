@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.runtime.cli.shell import CommandLine
 from tests.server.running import running
 
 from moonpool.runtime.cli.conformance import LOADED
+from moonpool.runtime.conformance import openai
 
 pytest.importorskip("grpc")
 
@@ -88,3 +90,95 @@ def test_nobody_answers(cli: CommandLine) -> None:
 
     assert ended.returncode == 1
     assert "nobody answers over HTTP at localhost:1" in ended.stderr
+
+
+TALKER = """
+import numpy as np
+
+from moonpool.openai import Delta, Usage
+
+
+class Talker:
+    def chat(self, request):
+        yield from self.say(request)
+
+    def complete(self, request):
+        if request.get("echo"):
+            yield request.prompt
+        yield from self.say(request)
+
+    def say(self, request):
+        words = ["once ", "upon ", "a ", "time"][: request.max_tokens]
+        for index in range(request.choices):
+            yield from (Delta(word, index=index) for word in words)
+        yield Usage(3, len(words) * request.choices)
+
+    def embed(self, texts):
+        return np.ones((len(texts), 4), np.float32)
+"""
+
+
+def test_a_server_of_openai_s_api_is_held_against_its_reference(cli: CommandLine) -> None:
+    (cli.folder / "models" / "talker" / "1").mkdir(parents=True)
+    (cli.folder / "models" / "talker" / "1" / "model.py").write_text(TALKER)
+    with running(cli.folder / "models") as server:
+        address = f"http://localhost:{server.ports['http']}"
+        models = ["--chat", "talker", "--completions", "talker", "--embeddings", "talker"]
+        ended = cli("conformance", address, *models, "--json", "found.json")
+        nobody = cli("conformance", address, "--chat", "talker", "--only", "embeddings")
+
+    outcomes = json.loads((cli.folder / "found.json").read_text())
+    assert len(outcomes) > 70
+    # docs/site/CONFORMANCE.md says why.
+    others = {(each["verdict"], each["name"]) for each in outcomes if each["verdict"] != "same"}
+    assert others == {
+        ("fails", "an unknown role"),
+        ("fails", '{"stop": ["a", "b", "c", "d", "e"]}'),
+        ("differs", "an unknown model"),
+        ("differs", "a stream of an unknown model"),
+        ("differs", "one text"),
+        ("differs", "two texts"),
+        ("differs", "base64"),
+    }
+    assert ended.returncode == 1
+    assert "there are no requests for 'embeddings', but for chat, models" in nobody.stderr
+
+
+def test_nobody_answers_as_openai(cli: CommandLine) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        ended = cli("conformance", f"http://127.0.0.1:{taken.getsockname()[1]}", "--chat", "m")
+
+    assert ended.returncode == 1
+    assert "nobody answers over HTTP" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "found"),
+    [
+        ({"a": 1, "more": 2}, {"a": int}, []),
+        ({"a": True}, {"a": int}, ["a is True, no int"]),
+        ({}, {"a": int, "b?": str}, ["a is missing"]),
+        ({"a": [{"b": 1}, {"b": "x"}]}, {"a": [{"b": int}]}, ["a[1].b is 'x', no int"]),
+        ({"a": []}, {"a": [int]}, ["a is []"]),
+        ({"a": 1}, {"a": (str, None)}, ["a is 1"]),
+        ({"a": "list"}, {"a": "text"}, ["a is 'list', not 'text'"]),
+        ([], {"a": int}, ["the body is [], no object"]),
+    ],
+)
+def test_what_differs_from_a_form_is_named_by_its_place(value: object, form: object, found: list[str]) -> None:
+    assert [*openai.wrong(value, form)] == found
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"data: {}\n\n", "does not end with"),
+        (b"data: {}\n\ndata: [DONE]\n\nmore", "does not end with"),
+        (b"event: x\n\ndata: [DONE]\n\n", "no data"),
+        (b"", "not enough values"),
+    ],
+)
+def test_what_is_no_stream_is_refused(body: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        openai._events(body)
