@@ -358,11 +358,13 @@ def _result(
     error: RunError | None = None
     lives = goes_on and ended.packet is not None
     code = None
-    if not lives:
-        code = running.end(waits=ended.why == "died")
-    else:
-        running.stdout.drain()
-        running.stderr.drain()
+    if ended.why == "died":
+        code = running.end()
+    elif not lives:
+        running.process.kill()
+        if ended.packet is None:
+            running.wait_for_end()
+    running.drain()
     if ended.packet is not None:
         try:
             found = running.answer(ended.packet, _most_bytes(limits), copies=lives)

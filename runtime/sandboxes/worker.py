@@ -6,10 +6,10 @@ may happen long before there is something to run.
 
 The process of a run is hostile from its first packet on. It has one socket to this process, and two pipes. `ask` sends
 one packet, with the file that the arrays lie in and the file for the answer, and waits for one packet, for the end of
-the process, or for the deadline. It reads the pipes meanwhile, so that nobody waits for a reader. The packet is looked
-at only after the process was killed, or, in a sandbox that goes on, after a copy: what was checked cannot change.
-Whatever happens to the caller meanwhile, a signal that raises included, the process is killed when its worker is
-prepared anew.
+the process, or for the deadline. It reads the pipes meanwhile, so that nobody waits for a reader. What it looks at is a
+copy, or, of a large answer, the file itself after the end of the process: what was checked cannot change. The end of a
+process takes a third of a run, so nobody waits for it who need not. Whatever happens to the caller meanwhile, a signal
+that raises included, the process is killed when its worker is prepared anew.
 
 The file for the answer has its whole size from the beginning, and no memory until it is written to. It is sealed, so
 its end cannot move away from under a reader. A place in it that was never written to reads as zeros, which would cost
@@ -164,7 +164,10 @@ class Running:
         return Ended(packet, why, wall_s, max(0.0, self._cpu_s - before_s), peak_bytes_of(pid))
 
     def answer(self, packet: bytes, most_bytes: int, *, copies: bool) -> Any:
-        """Return the answer in a packet. Raises `RemoteProtocolError`. `copies`: the process lives on."""
+        """Return the answer in a packet. Raises `RemoteProtocolError`, `LoadFailed`.
+
+        `copies`: the process lives on. Otherwise it has been killed.
+        """
 
         def mapped(size_bytes: int) -> values.Buffer:
             if size_bytes > most_bytes:
@@ -176,6 +179,7 @@ class Running:
                 content = memoryview(bytearray(size_bytes))
                 os.preadv(self.answer_fd, [content], 0)
                 return content
+            self.wait_for_end()
             return memoryview(mmap.mmap(self.answer_fd, size_bytes, access=mmap.ACCESS_COPY))
 
         try:
@@ -192,22 +196,20 @@ class Running:
         """Have `tell` get what the process prints from now on."""
         self.stdout.tell = self.stderr.tell = tell
 
-    def end(self, *, waits: bool = True) -> int | None:
-        """Kill the process, and read the rest of its output.
+    def wait_for_end(self) -> None:
+        """Wait for the end of the process, which has been killed. Raises `LoadFailed` if it stays."""
+        if not _has_ended(self.process, _EXIT_S):
+            raise LoadFailed("the process of a run cannot be killed", stage="start")
 
-        If it `waits`, the process is reaped, and its exit code returned; None if it stays. Raises `LoadFailed` if it
-        stays otherwise.
-        """
+    def end(self) -> int | None:
+        """Kill the process, and reap it. Returns its exit code; None if it stays."""
         self.process.kill()
-        if waits:
-            code = self.process.wait(_EXIT_S)
-        else:
-            if not _has_ended(self.process, _EXIT_S):
-                raise LoadFailed("the process of a run cannot be killed", stage="start")
-            code = None
+        return self.process.wait(_EXIT_S)
+
+    def drain(self) -> None:
+        """Read what it has printed."""
         self.stdout.drain()
         self.stderr.drain()
-        return code
 
     def close(self) -> None:
         """Close everything. The process has ended."""
