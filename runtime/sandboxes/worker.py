@@ -98,12 +98,12 @@ class Running:
 
     def limit(self, limits: Limits) -> None:
         """Send the limits, before the first request."""
-        given = limits.as_dict()
-        # What the process has already is not the source's.
-        given["memory"] += addresses_of(self.process.pid)
+        _send_limits(self._channel, limits, self.process.pid)
+
+    def begin(self, tell: Tell | None) -> None:
+        """Count from now on what the process takes, and have `tell` get what it prints."""
         self._cpu_s = cpu_s_of(self.process.pid)
-        with contextlib.suppress(PeerGone):  # the next send will tell
-            self._channel.send(pack(given))
+        self.tell(tell)
 
     def ask(self, written: values.Written, answer_bytes: int, deadline: float) -> Ended:
         """Send a request, and wait for the answer until `deadline`, of `time.monotonic`. Raises OSError."""
@@ -263,17 +263,21 @@ class Worker:
     def fresh(self, limits: Limits, tell: Tell | None) -> Running:
         """Return a process that has run nothing yet, with these limits. Raises `LoadFailed`."""
         if self.running is None or not self.is_prepared or _has_ended(self.running.process):
-            self.prepare()
+            self.prepare(limits)
+        else:
+            self.running.limit(limits)
         running = self.running
         if running is None:
             raise LoadFailed("the process for runs has ended", stage="start")
         self.is_prepared = False
-        running.limit(limits)
-        running.tell(tell)
+        running.begin(tell)
         return running
 
-    def prepare(self) -> None:
-        """End the run that there was, and fork the process for the next one. Raises `LoadFailed`."""
+    def prepare(self, limits: Limits | None = None) -> None:
+        """End the run that there was, and fork the process for the next one. Raises `LoadFailed`.
+
+        A process whose `limits` are there when it begins gets ready in less time than one that waits for them.
+        """
         self.finish()
         stub = self._stub
         if stub is None:
@@ -282,6 +286,8 @@ class Worker:
             channel, end = Channel.pair()
             mine.callback(channel.close)
             theirs.callback(end.close)
+            if limits is not None:
+                _send_limits(channel, limits, stub.process.pid)
             captures, fds = [], [end.fileno()]
             for name in ("stdout", "stderr"):
                 read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -328,6 +334,14 @@ class Worker:
         finally:
             if running is not None:
                 running.close()
+
+
+def _send_limits(channel: Channel, limits: Limits, pid: int) -> None:
+    """Send the limits to a process that has as many addresses in use as `pid`: these are not the source's."""
+    given = limits.as_dict()
+    given["memory"] += addresses_of(pid)
+    with contextlib.suppress(PeerGone):  # the next send will tell
+        channel.send(pack(given))
 
 
 def _model(settings: Settings, name: str) -> Model:

@@ -27,8 +27,6 @@ import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import numpy as np
-
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import unpack
 from moonpool.ipc.errors import MoonpoolError
@@ -57,9 +55,10 @@ _BY_NUMBER = {
 # The streams of the template: they would close their descriptors if they went.
 _before: list[object] = []
 _NO_THREAD = "can't start new thread"
-# A text and a function, and how often: the interpreter optimizes what ran some times.
+# A text and a function, and how often a template runs them: the interpreter optimizes what ran some times.
 _REHEARSED = [("y = x + 1\n(y, more)", ""), ("def add(x, more):\n    return {'y': x + 1, 'more': more}", "add")]
-_REHEARSALS = 16
+_INPUTS = {"x": 1, "more": [1.5, "text", b"bytes", None]}
+REHEARSALS = 16
 
 
 def prepare() -> None:
@@ -74,22 +73,17 @@ def prepare() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def rehearse() -> None:
-    """Run sources of moonpool's own, so that runs find caches filled, and code that the interpreter has optimized.
+def rehearse(times: int = 1) -> None:
+    """Run sources of moonpool's own, so that the next run finds caches filled, code that the interpreter has optimized,
+    and, in a fork, the memory that it writes to.
 
-    Leaves files in the working directory, and nothing else.
+    Leaves the folder `out`, and nothing else.
     """
     before = sys.modules["__main__"]
-    inputs = {"x": 1, "more": [1.5, "text", b"bytes", None, np.ones(2)]}
-    with open("rehearsal", "w+b") as file:
-        for source, name in _REHEARSED * _REHEARSALS:
-            ours, theirs = Channel.pair()
-            mine = SourceRun(Channel(theirs))
-            asked = values.write({"source": source, "name": name, "inputs": inputs, "files": {"file": b""}})
-            ours.send_fds(values.parcel(asked, file.fileno()), file.fileno(), file.fileno())
-            mine.serve_once()
-            ours.close()
-            mine.close()
+    for source, name in _REHEARSED * times:
+        asked = values.write({"source": source, "name": name, "inputs": _INPUTS, "files": {}})
+        # No part of either packet lies in a file.
+        SourceRun().answer(values.parcel(asked, -1), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     sys.modules["__main__"] = before
     del linecache.cache[SOURCE]
 
@@ -97,8 +91,7 @@ def rehearse() -> None:
 class SourceRun:
     """Serves one run, or several with one namespace, until the runtime ends the process."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self) -> None:
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         self._namespace = module.__dict__
@@ -106,19 +99,18 @@ class SourceRun:
         self._handed: dict[str, tuple[int, int]] = {}
         self._runs = self._files_bytes = 0
 
-    def serve(self) -> NoReturn:
+    def serve(self, channel: Channel) -> NoReturn:
         """Run what comes. Ends the process when the runtime is gone."""
         try:
-            self._files_bytes = _limit(unpack(self._channel.receive()))
+            self._files_bytes = _limit(unpack(channel.receive()))
             while True:
-                self.serve_once()
+                packet, fds = channel.receive_with_fds()
+                channel.send_waiting(self.answer(packet, *fds))
         except MoonpoolError:
             os._exit(1)
 
-    def serve_once(self) -> None:
-        """Take a packet, run its source, and answer."""
-        packet, fds = self._channel.receive_with_fds()
-        answer_fd, *memory = fds
+    def answer(self, packet: bytes, answer_fd: int, *memory: int) -> bytes:
+        """Run the source in a packet, and return the packet with the answer. Closes the descriptors."""
         try:
             asked = values.unpacked(packet, lambda size_bytes: _mapped(memory[0], size_bytes))
         finally:
@@ -145,12 +137,9 @@ class SourceRun:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):  # the source may have put anything there
                 stream.flush()
-        self._answer(answer_fd, value, error, files)
+        answer = self._written(answer_fd, value, error, files)
         os.close(answer_fd)
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        return answer
 
     def _execute(self, source: str, name: str, inputs: Mapping[str, Any]) -> object:
         """Execute the source, and return the value of its last expression, or of its function `name`."""
@@ -177,8 +166,8 @@ class SourceRun:
             value = asyncio.run(value)
         return value
 
-    def _answer(self, fd: int, value: object, error: dict[str, str] | None, files: dict[str, bytes]) -> None:
-        """Send the answer, with the value's text in its place if the value does not travel."""
+    def _written(self, fd: int, value: object, error: dict[str, str] | None, files: dict[str, bytes]) -> bytes:
+        """Write the answer, with the value's text in its place if the value does not travel."""
         answer: dict[str, object] = {"value": value, "is_repr": False, "error": error, "files": files}
         try:
             written = values.write(answer)
@@ -186,15 +175,13 @@ class SourceRun:
             answer.update(value=_text_of(value), is_repr=True)
             written = values.write(answer)
         try:
-            packet = values.parcel(written, fd)
+            return values.parcel(written, fd)
         except OSError as too_large:
             if error is None:
                 what = f"the value and the files take {written.size_bytes} bytes: {too_large.strerror}"
                 error = _error("ValueTooLarge", what, limit="files_bytes")
-            packet = values.parcel(
-                values.write({**answer, "value": None, "is_repr": False, "error": error, "files": {}}), fd
-            )
-        self._channel.send_waiting(packet)
+            answer.update(value=None, is_repr=False, error=error, files={})
+            return values.parcel(values.write(answer), fd)
 
     def _files_out(self, most_bytes: int) -> tuple[dict[str, bytes], str]:
         """Return the files below `out/` that are new or have changed, and a sentence about those that are left out."""

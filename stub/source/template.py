@@ -91,7 +91,7 @@ class SourceTemplate(Template):
     def _quieten(self) -> None:
         """Do what each fork would have to do, and make the memory smaller that each has to map."""
         if self._folders:
-            run.rehearse()
+            run.rehearse(run.REHEARSALS)
             self._empty()
         _forget_threads()
         super()._quieten()
@@ -113,10 +113,13 @@ class SourceTemplate(Template):
         os.closerange(_FREE_FD, self._end_of_fds)
         reseed()
         self._tighten()
-        mine_alone = run.SourceRun(Channel.of_descriptor(_CHANNEL_FD))
+        channel = Channel.of_descriptor(_CHANNEL_FD)
         os.write(_HANDSHAKE_FD, b"\0")
         os.close(_HANDSHAKE_FD)
-        mine_alone.serve()
+        if not channel.wait_until(0):
+            # Nobody waits. A run writes to some 200 pages for the first time, which is half of its time.
+            run.rehearse()
+        run.SourceRun().serve(channel)
 
     def _send_end(self, pid: int) -> None:
         """Reap a run, remove what it left in the folders, and say that it has ended."""
