@@ -18,7 +18,7 @@ from moonpool.ipc.tensors import BYTES, CODES, DTYPES
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.config.model import ModelConfig, TensorConfig
 from moonpool.runtime.model.request import Response, WireTensor
-from moonpool.runtime.openai.pieces import Piece, check_size, object_of, piece_of
+from moonpool.runtime.openai.pieces import Piece, check_size, object_of, piece_of, usage_in
 
 REQUEST, TEXTS, FILE, EMBEDDING = "request", "texts", "file", "embedding"
 # The output of each endpoint that answers with pieces.
@@ -149,11 +149,13 @@ class RowEndpoint:
         ]
 
     def rows(self, response: Response, count: int) -> tuple[NDArray[np.float32], int | None]:
-        """Return the rows, of which the model has not counted the tokens. Raises `ModelError`."""
+        """Return the rows, and the tokens if the model has counted them. Raises `ModelError`."""
         values = numbers(response, EMBEDDING, self._model).astype(np.float32, copy=False)
         if not values.size or values.size % count:
             raise ModelError(f"model '{self._model}' gave {values.size} numbers for {count} texts")
-        return values.reshape(count, -1), None
+        tokens = response.parameters.get("prompt_tokens")
+        counted = usage_in(None if tokens is None else {"prompt_tokens": tokens}, self._model)
+        return values.reshape(count, -1), None if counted is None else counted["prompt_tokens"]
 
 
 def own_endpoints(config: ModelConfig) -> ModelEndpoints:

@@ -44,6 +44,8 @@ REQUEST, TEXTS, FILE = "request", "texts", "file"
 """The inputs: the JSON of a request, texts to embed, and a recording."""
 EMBEDDING = "embedding"
 """The output of `embed`: a row of numbers for each text."""
+PROMPT_TOKENS = "prompt_tokens"
+"""The parameter of a response that says how many tokens its texts have."""
 # The outputs of the other methods, which carry pieces.
 _OUTPUTS = {"chat": "chat", "complete": "completion", "rerank": "ranking", "transcribe": "transcription"}
 
@@ -213,7 +215,11 @@ class OpenAIAdapter(ClassAdapter):
         try:
             arrays = [_texts(request) for request in requests]
             texts = [_text(each) for each in joined(arrays).reshape(-1)]
-            rows = np.asarray(self._object.embed(texts))
+            given, tokens = self._object.embed(texts), None
+            # Not the rows of two texts.
+            if type(given) is tuple and len(given) == 2 and np.ndim(given[0]) == 2:
+                given, tokens = given
+            rows = np.asarray(given)
             if rows.ndim != 2 or len(rows) != len(texts) or rows.dtype.kind not in "fiu":
                 raise InvalidReturn(
                     f"embed returned {rows.dtype} of shape {list(rows.shape)} for {len(texts)} texts, and must return "
@@ -222,13 +228,28 @@ class OpenAIAdapter(ClassAdapter):
             rows = np.ascontiguousarray(rows, np.float32)
             counts = [len(array) if self.is_batched else array.size for array in arrays]
             pieces = cut(rows, counts) if self.is_batched else [rows[0]]
-            return [InferenceResponse([Tensor(EMBEDDING, each)]) for each in pieces]
+            told = [{}] * len(pieces) if tokens is None else _sums(tokens, counts)
+            return [
+                InferenceResponse([Tensor(EMBEDDING, each)], parameters=parameters)
+                for each, parameters in zip(pieces, told)
+            ]
         except BadRequest as error:
             return [_failure(str(error), TritonError.INVALID_ARG) for _ in requests]
         except BaseException as error:  # a model may raise anything, SystemExit included
             text = f"model '{self._name}' failed to embed: {describe(error)}"
             logger.Logger.log_error(f"{text}\n{traceback_of(error)}")
             return [_failure(text, TritonError.INTERNAL) for _ in requests]
+
+
+def _sums(tokens: Any, counts: Sequence[int]) -> list[dict[str, int]]:
+    """Return the parameters that tell the tokens of each request. Raises InvalidReturn."""
+    array = np.asarray(tokens)
+    if array.shape != (sum(counts),) or array.dtype.kind not in "iu":
+        raise InvalidReturn(
+            f"embed returned {array.dtype} of shape {list(array.shape)} as the numbers of tokens, and must return an "
+            f"integer for each of {sum(counts)} texts"
+        )
+    return [{PROMPT_TOKENS: int(each.sum())} for each in cut(array, counts)]
 
 
 def _pieces(returned: Any, method: str) -> Iterable[object]:

@@ -253,10 +253,9 @@ async def _embeddings(fields: Fields, found: Sequence[tuple[NDArray[np.float32],
     if wanted not in (None, size):
         raise BadField(f"embeddings of this model have {size} dimensions", ("dimensions",))
     is_base64 = fields.get("encoding_format") == "base64"
-    if is_base64:
-        rows = rows.astype("<f4", copy=False)
-    elif not np.isfinite(rows).all():
-        raise ModelError("the model gave a number that JSON has no form for")
+    if not np.isfinite(rows).all():
+        raise ModelError("the model gave an embedding with a number that is not finite")
+    rows = rows.astype("<f4", copy=False)
     parts, turn = [], max(1, _TURN_VALUES // size)
     for index, row in enumerate(rows):
         text = b'"%b"' % b2a_base64(row, newline=False) if is_base64 else orjson.dumps(row, option=_OF_NUMPY)

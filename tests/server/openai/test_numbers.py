@@ -69,6 +69,45 @@ def test_a_model_that_only_embeds_answers_with_its_batch(tmp_path: Path) -> None
             assert vectors(serving.post(EMBEDDINGS, {"model": "lengths", "input": "ab"})) == [[2, 0.5]]
 
 
+@pytest.mark.parametrize("counts_tokens", [True, False])
+def test_a_model_tells_the_tokens_of_its_texts(tmp_path: Path, counts_tokens: bool) -> None:
+    model = tmp_path / "lengths.py"
+    tokens = ", [len(each) for each in texts]" if counts_tokens else ""
+    model.write_text(
+        "class Lengths:\n"
+        "    max_batch_size = 2\n"
+        "    def embed(self, texts):\n"
+        f"        return [[len(each), 1.0] for each in texts]{tokens}\n"
+    )
+    with moonpool.Runtime() as runtime:
+        runtime.load("lengths", str(model))
+        with Serving(runtime) as serving:
+            reply = serving.post(EMBEDDINGS, {"model": "lengths", "input": ["a", "bcd", "ef"]})
+    assert [row[0] for row in vectors(reply)] == [1, 3, 2]
+    assert reply.value.get("usage") == ({"prompt_tokens": 6, "total_tokens": 6} if counts_tokens else None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ("([[1.0]] * len(texts), [1, 2, 3, 4])", "an integer for each of 1 texts"),
+        ("([[1.0]] * len(texts), [0.5])", "an integer for each of 1 texts"),
+        ("([[1.0]] * len(texts), [-1])", "'usage' has the counts"),
+        ("[[float('nan')]] * len(texts)", "a number that is not finite"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_a_model_that_tells_wrong_numbers_fails(tmp_path: Path, returned: str, words: str, encoding: str) -> None:
+    model = tmp_path / "wrong.py"
+    model.write_text(f"class Wrong:\n    def embed(self, texts):\n        return {returned}\n")
+    with moonpool.Runtime() as runtime:
+        runtime.load("wrong", str(model))
+        with Serving(runtime) as serving:
+            reply = serving.post(EMBEDDINGS, {"model": "wrong", "input": "a", "encoding_format": encoding})
+    assert reply.status == 500
+    assert words in reply.value["error"]["message"]
+
+
 def test_more_texts_than_the_model_takes_are_several_requests(serving: Serving) -> None:
     texts = [str(number) for number in range(150)]
 
