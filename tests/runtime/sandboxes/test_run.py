@@ -251,7 +251,7 @@ def test_a_model_may_run_source_in_a_program_that_it_starts(tmp_path: Path) -> N
         runtime.load(
             "m", f"{tmp_path}/m.py:run", config={"parameters": {"MOONPOOL_SANDBOX": {"string_value": "standard"}}}
         )
-        assert runtime.infer("m", {"X": np.ones(1, np.float32)})["OUTPUT0"] == 42
+        assert runtime.infer("m", {"X": np.ones((1, 1), np.float32)})["OUTPUT0"] == 42
 
 
 def test_many_threads_share_few_processes() -> None:
