@@ -11,6 +11,9 @@ No signal handler may find the calling thread in a lock that a call needs (`thre
 `interrupted` and `takes_long` run on threads of their own. A thread that begins and `cancel` may meet: each sets its
 own flag first and looks at the other one then. If no thread can be started, the call runs in the calling thread.
 
+`attended` does the same for one call, which may ask for calls on the thread that waits (`Here`). That thread may leave
+at any moment, so nobody waits for it without looking whether it is still there.
+
 `awaited` does the same for a task of an event loop, which must not stand still. So it waits for a future, and calls
 `interrupted`, which must be quick, itself. A handler may also raise between asyncio and a callback, which is lost
 then, and so `awaited` looks now and then.
@@ -25,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from moonpool.runtime.errors import OutOfThreads
@@ -128,11 +132,17 @@ class _Task(Generic[T, R]):
         """Begin the call. Raises `OutOfThreads`."""
         start_thread_safely(self._thread)
 
-    def start_or_run(self) -> None:
-        """Begin the call, or make it now if there is no thread for it."""
+    def try_to_start(self) -> bool:
+        """Begin the call. Returns False if there is no thread for it."""
         try:
             self.start()
         except OutOfThreads:
+            return False
+        return True
+
+    def start_or_run(self) -> None:
+        """Begin the call, or make it now if there is no thread for it."""
+        if not self.try_to_start():
             self._run()
 
     def cancel(self) -> None:
@@ -152,6 +162,97 @@ class _Task(Generic[T, R]):
         """Wait for the last steps of the thread after the call has ended."""
         if self._thread.ident is not None:
             self._thread.join()
+
+
+class Abandoned(Exception):
+    """The thread for which a function works has left, or what it called has raised."""
+
+
+class Here:
+    """Has calls made on the thread that attends to a function, one at a time. For the function's thread."""
+
+    def __init__(self, *, is_elsewhere: bool = True) -> None:
+        """If the function is not elsewhere, but on that thread, it makes the calls itself."""
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._is_elsewhere = is_elsewhere
+        self._refuses = False
+
+    def __call__(self, function: Callable[[], R]) -> R:
+        """Return the result of a call. Raises `Abandoned`, also for what the call raises."""
+        if not self._is_elsewhere:
+            return function()
+        results: list[R] = []
+        bell = threading.Lock()
+        bell.acquire()
+
+        def call() -> None:
+            try:
+                if not self._refuses:
+                    results.append(function())
+            finally:
+                bell.release()
+
+        self._calls.put(call)
+        while not bell.acquire(timeout=_NOTICE_S):
+            if self._refuses:
+                break
+        if not results:
+            raise Abandoned
+        return results[0]
+
+    def attend(self) -> None:
+        """Wait a moment for a call, and make it."""
+        with contextlib.suppress(Empty):
+            call = self._calls.get(timeout=_NOTICE_S)
+            if call is not None:
+                call()
+
+    def refuse(self) -> None:
+        """Make no more calls."""
+        self._refuses = True
+
+    def wake(self) -> None:
+        self._calls.put(None)
+
+
+def attended(function: Callable[[Here], R], name: str, interrupted: Callable[[], object]) -> R:
+    """Call a function on a thread of its own, and make the calls here that it asks for. Returns what it returns.
+
+    Raises what it raises. If a signal handler raises here, or a call, `interrupted` is called, to make the function end
+    sooner, and that exception is raised after the end of the function.
+    """
+    here = Here()
+    task = _Task(lambda _: function(here), None, name, here.wake)
+    signals: list[BaseException] = []
+    told = 0
+    has_started = has_thread = False
+    try:
+        while True:
+            try:
+                if told < len(signals) <= _MOST_TOLD:
+                    here.refuse()
+                    task.cancel()
+                    _apart(interrupted, name)
+                    told = len(signals)
+                if task.is_over:
+                    break
+                if not has_started:
+                    has_started = True
+                    has_thread = task.try_to_start()
+                    if not has_thread:
+                        break
+                here.attend()
+            except BaseException as error:
+                signals.append(error)
+        if has_started and not has_thread and not signals:
+            return function(Here(is_elsewhere=False))
+    finally:
+        here.refuse()
+    task.join()
+    errors = [*signals, *([] if task.error is None else [task.error])]
+    if errors:
+        raise errors[0]
+    return task.results[0]
 
 
 async def awaited(function: Callable[[], R], name: str, interrupted: Callable[[], object]) -> R:

@@ -21,15 +21,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 from moonpool.runtime.errors import ModelNotFound, OutOfThreads, RuntimeClosed
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.observe.log_settings import LogSettings
+from moonpool.runtime.process.parallel import attended
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import fill_standard_descriptors
 from moonpool.runtime.process.threads import check_unpatched, start_thread
+from moonpool.runtime.sandboxes.cancellation import RunCancellation
 from moonpool.runtime.sandboxes.settings import Settings
 from moonpool.runtime.sandboxes.worker import Worker
 from moonpool.runtime.stubs.handle import Stubs
@@ -39,6 +41,8 @@ _log = RuntimeLog("moonpool")
 MOST_WORKERS = max(2, len(os.sched_getaffinity(0)))
 # Seconds after which an idle worker ends.
 IDLE_S = 600.0
+# The longest wait for runs that are cancelled, one of which may be in a call of its caller's.
+_END_S = 10.0
 # The pause between two looks for idle workers.
 _LOOK_S = 60.0
 
@@ -54,6 +58,9 @@ class Pool:
         self._numbers = itertools.count(1)
         self._kept: threading.Thread | None = None
         self._closed = False
+        # The runs that go on, and the keeper's starts, for the end.
+        self._runs: set[RunCancellation] = set()
+        self._keepers = RunCancellation()
         # The worker that the keeper has at the moment.
         self._preparing: Worker | None = None
         # The settings of a worker that somebody has missed.
@@ -67,20 +74,59 @@ class Pool:
         self._reactor = Reactor("moonpool-sandboxes")
         self._stubs = Stubs(self._reactor, LogSettings(), _NoCallees)
 
-    def take(self, settings: Settings, *, is_extra: bool = False) -> Worker:
-        """Return a worker, which the caller gives back. Waits if all are at work, unless this one `is_extra`."""
+    @contextlib.contextmanager
+    def running(self, cancellation: RunCancellation) -> Iterator[None]:
+        """Make a run, which is cancelled when the program ends. Raises `RuntimeClosed` then, and `RunCancelled`."""
+        with self._changed:
+            self._check_open()
+            self._runs.add(cancellation)
+        try:
+            yield
+        except Exception:
+            if cancellation.is_set:
+                self._check_open()
+            raise
+        finally:
+            with self._changed:
+                self._runs.discard(cancellation)
+                self._changed.notify_all()
+        if cancellation.is_set:  # the end of its process may have passed for an error of its own
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeClosed(_ENDS)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def take(self, settings: Settings, cancellation: RunCancellation, *, is_extra: bool = False) -> Worker:
+        """Return a worker, which the caller gives back. Waits if all are at work, unless this one `is_extra`.
+
+        Raises `RunCancelled`.
+        """
         self._collect()
-        old: Worker | None = None
+        with cancellation.by(self._wake):
+            found, old = self._found(settings, cancellation, is_extra)
+        return found or self._start(settings, cancellation, old)
+
+    def _found(
+        self, settings: Settings, cancellation: RunCancellation, is_extra: bool
+    ) -> tuple[Worker | None, Worker | None]:
+        """Return an idle worker. If there is none, count one that is to be started, and return the one to end for it,
+        if it takes the place of another.
+        """
         with self._changed:
             while True:
-                if self._closed:
-                    raise RuntimeClosed("the program ends, and runs no more source")
+                self._check_open()
+                cancellation.check()
                 fitting = [each for each in self._idle if each[0].settings == settings]
                 if fitting:
                     # One with a process that waits, and of these the last one, whose memory is warm.
                     found = max(fitting, key=lambda each: (each[0].is_prepared, each[1]))
                     self._idle.remove(found)
-                    return found[0]
+                    return found[0], None
                 if self._preparing is not None and self._preparing.settings == settings:
                     # Sooner than another one would start. But from now on, there should be one.
                     if self._count < self._most:
@@ -88,22 +134,20 @@ class Pool:
                     self._changed.wait()
                     continue
                 if self._count < self._most or is_extra:
-                    break
+                    self._count += 1
+                    return None, None
                 if self._idle:
                     old = self._idle.pop(0)[0]
                     self._all.discard(old)
-                    self._count -= 1
-                    break
+                    return None, old
                 self._changed.wait()
-            self._count += 1
-        return self._start(settings, old)
 
-    def _start(self, settings: Settings, old: Worker | None = None) -> Worker:
+    def _start(self, settings: Settings, cancellation: RunCancellation, old: Worker | None = None) -> Worker:
         """Start a worker, which is counted already, after the end of an old one."""
         try:
             if old is not None:
                 old.close()
-            worker = Worker(self._stubs, settings, f"sandbox_{next(self._numbers)}")
+            worker = Worker(self._stubs, settings, f"sandbox_{next(self._numbers)}", cancellation)
         except BaseException:
             self._lose(None)
             raise
@@ -179,7 +223,7 @@ class Pool:
                 self._end(worker)
             if more is not None:
                 try:
-                    self.give_back(self._start(more))
+                    self.give_back(self._start(more, self._keepers))
                 except Exception as error:  # the next caller who needs one starts it, and gets the error
                     _log.debug("no further worker for runs of source starts: %s", error)
 
@@ -200,11 +244,16 @@ class Pool:
             self._end(worker)
 
     def close(self) -> None:
-        """End all workers, and take no more."""
+        """End all runs and workers, and take no more."""
         with self._changed:
             self._closed = True
             self._idle = []
             self._changed.notify_all()
+            runs = list(self._runs)
+        for each in (*runs, self._keepers):
+            each.set()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._runs, _END_S)
         if self._kept is not None:
             self._kept.join()
         for worker in list(self._all):
@@ -234,8 +283,11 @@ class _NoCallees:
         answer(False)
 
 
+_ENDS = "the program ends, and runs no more source"
 _pool: Pool | None = None
 _making = threading.Lock()
+# True when the program ends.
+_ends = False
 
 
 def the_pool() -> Pool:
@@ -246,8 +298,9 @@ def the_pool() -> Pool:
         with _making:
             pool = _pool
             if pool is None:
+                if _ends:
+                    raise RuntimeClosed(_ENDS)
                 pool = _pool = Pool()
-                atexit.register(close_pool)
     return pool
 
 
@@ -256,8 +309,19 @@ def close_pool() -> None:
     global _pool
     pool, _pool = _pool, None
     if pool is not None:
-        atexit.unregister(close_pool)
-        pool.close()
+        attended(lambda _: pool.close(), "moonpool-sandboxes-end", _go_on)
+
+
+@atexit.register
+def _end() -> None:
+    global _ends
+    with _making:
+        _ends = True
+    close_pool()
+
+
+def _go_on() -> None:
+    """Take note of an interruption that cannot be obeyed: the end takes seconds."""
 
 
 def _forget() -> None:

@@ -1,10 +1,17 @@
 """`moonpool.run` and `moonpool.Sandbox`: a piece of source or a function, in a confined process, with limits.
 
-Theory of operation. Each run has one thread, that of its caller: it takes a worker from the pool, waits for the answer
-and gives the worker back. A `Sandbox` keeps its worker, and `_lock` lets one run at a time use it. `close`, and a task
-that is cancelled, kill the process without the lock, from any thread: the thread that waits sees its end, and has the
-lock until then. A sandbox that nobody has any more leaves its worker in `Pool.forgotten`, because its finalizer must
-take no lock.
+Theory of operation. Each run has a thread of its own: it takes a worker from the pool, waits for the answer and gives
+the worker back. An exception may be thrown into the thread of the caller at any moment, and finds nothing there that
+somebody would have to end. That thread waits, and makes the calls of the caller's functions (`parallel.attended`). If
+it is interrupted, it sets the `RunCancellation`, which ends whatever the run is at, and waits for the run's thread. A
+task that is cancelled does the same.
+
+A `Sandbox` keeps its worker, and `_lock` lets one run at a time use it. `close` cancels the run that has the lock, and
+waits for it. A sandbox that nobody has any more leaves its worker in `Pool.forgotten`, because its finalizer must take
+no lock.
+
+What the caller's functions run themselves while a run goes on takes a worker beyond the number of the pool: it would
+wait for its own end otherwise.
 """
 
 from __future__ import annotations
@@ -17,22 +24,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.source import values
 from moonpool.ipc.source.folders import MOST_FILES
 from moonpool.runtime.arguments import OF_REQUEST, OF_RUNTIME
-from moonpool.runtime.errors import InvalidRequest, LoadFailed, SandboxError
-from moonpool.runtime.process.parallel import awaited
+from moonpool.runtime.errors import InvalidRequest, LoadFailed, RuntimeClosed, SandboxError
+from moonpool.runtime.process.parallel import Here, attended, awaited
+from moonpool.runtime.process.threads import apart
 from moonpool.runtime.repository.session_source import function_source
-from moonpool.runtime.sandboxes.pool import the_pool
+from moonpool.runtime.sandboxes.cancellation import RunCancellation, RunCancelled
+from moonpool.runtime.sandboxes.pool import Pool, the_pool
 from moonpool.runtime.sandboxes.printed import Tell, shown
-from moonpool.runtime.sandboxes.settings import Content, Limits, RunOptions, is_safe_name, read_files, read_options
+from moonpool.runtime.sandboxes.settings import (
+    Content,
+    Limits,
+    RunOptions,
+    Settings,
+    is_safe_name,
+    read_files,
+    read_options,
+)
 from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_name
 
+R = TypeVar("R")
 # A text, or a function of Python.
 Source = str | Callable[..., Any]
+# The pause between two looks whether a run that waits for another one is still wanted.
+_LOOK_S = 0.2
 # The longest text of an error.
 _MOST_TEXT = 40_000
 _LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "timeout_s")
@@ -112,7 +132,7 @@ def run(
     Raises ValueError for options, `InvalidRequest` for inputs, `LoadFailed` if no process can be confined or the
     function cannot be copied.
     """
-    return _Run(source, inputs, files, on_output, options)()
+    return _Run(source, inputs, files, on_output, options).attended()
 
 
 async def arun(
@@ -127,12 +147,86 @@ async def arun(
 
     Cancelling the task kills the process.
     """
-    once = _Run(source, inputs, files, on_output, options)
-    return await awaited(once, "moonpool-arun", once.kill)
+    return await _Run(source, inputs, files, on_output, options).awaited()
 
 
-class _Run:
-    """Makes one call of `run`. It may be killed from any thread."""
+class _Call:
+    """One call of a run, from the thread or the task of its caller."""
+
+    def __init__(self, on_output: Tell | None) -> None:
+        if on_output is not None and not callable(on_output):
+            OF_RUNTIME.refuse("on_output", "a function of a text and the name of a stream", on_output)
+        self._on_output = on_output
+        self.cancellation = RunCancellation()
+        # The thread on which the functions of the caller are called.
+        self.thread = 0
+        self._pool: Pool | None = None
+        self._is_extra = _in_calls.count > 0
+
+    def attended(self) -> RunResult:
+        """Make the run on another thread, and the calls here. Raises SystemExit on a thread that the end of the program
+        cuts short.
+        """
+        self.thread = threading.get_ident()
+        try:
+            return attended(self._run, "moonpool-run", self._cancel)
+        except RuntimeClosed:
+            if threading.current_thread().daemon:
+                # There is nobody to tell, and no more than that to say.
+                raise SystemExit from None
+            raise
+
+    async def awaited(self) -> RunResult:
+        """Make the run, and the calls, on another thread."""
+        return await awaited(self._run_here, "moonpool-arun", self._cancel)
+
+    def _run_here(self) -> RunResult:
+        self.thread = threading.get_ident()
+        return self._run(Here(is_elsewhere=False))
+
+    def _cancel(self) -> None:
+        apart(self.cancellation.set)
+
+    def _run(self, here: Here) -> RunResult:
+        pool = self._pool or the_pool()
+        with pool.running(self.cancellation):
+            return self._run_in(pool, here)
+
+    def _run_in(self, pool: Pool, here: Here) -> RunResult:
+        raise NotImplementedError
+
+    def take(self, pool: Pool, settings: Settings, *, is_extra: bool = False) -> Worker:
+        """Take a worker from the pool."""
+        return pool.take(settings, self.cancellation, is_extra=is_extra or self._is_extra)
+
+    def tell(self, here: Here) -> Tell | None:
+        """Return what gets the output, if somebody wants it as it comes."""
+        on_output = self._on_output
+        if on_output is None:
+            return None
+        return lambda text, stream: here(partial(_called, on_output, text, stream))
+
+
+class _InCalls(threading.local):
+    """Counts the functions of callers that are going on in a thread, each called by the one before."""
+
+    count = 0
+
+
+_in_calls = _InCalls()
+
+
+def _called(function: Callable[..., R], *arguments: Any) -> R:
+    """Call a function of the caller."""
+    _in_calls.count += 1
+    try:
+        return function(*arguments)
+    finally:
+        _in_calls.count -= 1
+
+
+class _Run(_Call):
+    """One call of `run`."""
 
     def __init__(
         self,
@@ -142,44 +236,32 @@ class _Run:
         on_output: Tell | None,
         options: RunOptions,
     ) -> None:
+        super().__init__(on_output)
         self._settings, self._limits, self._timeout_s = read_options(options)
         self._request = _request(source, inputs, read_files(files))
-        self._on_output = _checked(on_output)
-        self._running: Running | None = None
-        self._killed = False
 
-    def kill(self) -> None:
-        """Kill the process, or have it killed once there is one."""
-        self._killed = True
-        running = self._running
-        if running is not None:
-            running.process.kill()
-
-    def __call__(self) -> RunResult:
-        pool = the_pool()
-        worker = pool.take(self._settings)
+    def _run_in(self, pool: Pool, here: Here) -> RunResult:
+        worker = self.take(pool, self._settings)
         try:
-            self._running = _fresh(worker, self._limits, self._on_output)
-            if self._killed:
-                self.kill()
-            ended = self._running.ask(self._request, _most_bytes(self._limits), time.monotonic() + self._timeout_s)
-            return _result(
-                self._running, ended, self._limits, self._timeout_s, lambda: self._killed or not worker.is_healthy
-            )
+            running = _fresh(worker, self._limits, self.tell(here), self.cancellation)
+            with self.cancellation.by(running.process.kill):
+                ended = running.ask(self._request, _most_bytes(self._limits), time.monotonic() + self._timeout_s)
+            was_ended = lambda: self.cancellation.is_set or not worker.is_healthy  # noqa: E731 - asked at the end
+            return _result(running, ended, self._limits, self._timeout_s, was_ended)
         finally:
             pool.give_back(worker)
 
 
-def _fresh(worker: Worker, limits: Limits, tell: Tell | None) -> Running:
+def _fresh(worker: Worker, limits: Limits, tell: Tell | None, cancellation: RunCancellation) -> Running:
     """Return a process that has run nothing yet. Starts the worker again if it has died meanwhile. Raises
-    `LoadFailed`.
+    `LoadFailed`, `RunCancelled`.
     """
     try:
         return worker.fresh(limits, tell)
     except LoadFailed:
         if worker.is_healthy:
             raise
-    worker.start()
+    worker.start(cancellation)
     return worker.fresh(limits, tell)
 
 
@@ -196,13 +278,15 @@ class Sandbox:
     """
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
-        self._settings, self._limits, self._timeout_s = read_options(options)
+        self._settings, self._limits, self.timeout_s = read_options(options)
         self._lock = threading.Lock()
+        # Where its worker comes from.
+        self.pool: Pool | None = None
         self._worker: Worker | None = None
         self._running: Running | None = None
         self._closed = self._loses_state = False
-        # The thread that runs source at the moment; 0 for none.
-        self._thread = 0
+        # The call that has the lock.
+        self._step: _Step | None = None
         self._owner_pid = os.getpid()
 
     def __enter__(self) -> Sandbox:
@@ -227,40 +311,7 @@ class Sandbox:
         timeout_s: float | None = None,
     ) -> RunResult:
         """Run source in this sandbox, as `moonpool.run` does."""
-        limit_s = self._timeout_s if timeout_s is None else OF_RUNTIME.seconds("timeout_s", timeout_s)
-        request = _request(source, inputs, read_files(files))
-        _checked(on_output)
-        self._refuse_inside()
-        try:
-            return self._run(request, on_output, limit_s)
-        finally:
-            if self._closed:  # perhaps by `on_output`, which cannot wait for this run
-                self.close()
-
-    def _refuse_inside(self) -> None:
-        """Raise `InvalidRequest` in `on_output`, where the run would wait for itself, and in a fork of the program."""
-        if self._owner_pid != os.getpid():
-            raise InvalidRequest("the sandbox belongs to the process from which this one was forked; make another one")
-        if self._thread == threading.get_ident():
-            raise InvalidRequest("a run of this sandbox is going on in this very thread, which calls on_output")
-
-    def _run(self, request: values.Written, on_output: Tell | None, limit_s: float) -> RunResult:
-        with self._lock:
-            self._thread = threading.get_ident()
-            try:
-                return self._run_alone(request, on_output, limit_s)
-            finally:
-                self._thread = 0
-
-    def _run_alone(self, request: values.Written, on_output: Tell | None, limit_s: float) -> RunResult:
-        """Run source. Under the lock."""
-        running = self._process(on_output)
-        lost, self._loses_state = self._loses_state, True
-        ended = running.ask(request, _most_bytes(self._limits), time.monotonic() + limit_s)
-        result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
-        # Otherwise, and if anything is raised before, the next run begins anew.
-        self._loses_state = ended.packet is None
-        return result
+        return _Step(self, source, inputs, files, on_output, timeout_s).attended()
 
     async def arun(
         self,
@@ -272,33 +323,58 @@ class Sandbox:
         timeout_s: float | None = None,
     ) -> RunResult:
         """Run source as `run` does, from an event loop. Cancelling the task kills the process."""
-        once = partial(self.run, source, inputs, files=files, on_output=on_output, timeout_s=timeout_s)
-        return await awaited(once, "moonpool-arun", self._kill)
+        return await _Step(self, source, inputs, files, on_output, timeout_s).awaited()
 
-    def _process(self, tell: Tell | None) -> Running:
+    def _refuse_inside(self) -> None:
+        """Raise `InvalidRequest` in a function of the caller, where the run would wait for itself, and in a fork of the
+        program.
+        """
+        if self._owner_pid != os.getpid():
+            raise InvalidRequest("the sandbox belongs to the process from which this one was forked; make another one")
+        step = self._step
+        if step is not None and step.thread == threading.get_ident():
+            raise InvalidRequest("a run of this sandbox is going on in this very thread, which calls on_output")
+
+    def _take_turn(self, step: _Step) -> None:
+        """Wait until no other run goes on. Raises `RunCancelled`."""
+        while not self._lock.acquire(timeout=_LOOK_S):
+            step.cancellation.check()
+        self._step = step
+        if self._closed:  # perhaps before `close` could see the step
+            step.cancellation.set()
+
+    def _end_turn(self) -> None:
+        self._step = None
+        self._lock.release()
+
+    def _run_alone(self, step: _Step, pool: Pool, tell: Tell | None, limit_s: float) -> RunResult:
+        """Run source. Under the lock."""
+        running = self._process(step, pool, tell)
+        lost, self._loses_state = self._loses_state, True
+        with step.cancellation.by(running.process.kill):
+            ended = running.ask(step.request, _most_bytes(self._limits), time.monotonic() + limit_s)
+        result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
+        # Otherwise, and if anything is raised before, the next run begins anew.
+        self._loses_state = ended.packet is None
+        return result
+
+    def _process(self, step: _Step, pool: Pool, tell: Tell | None) -> Running:
         """Return the process of this sandbox, a new one if there is none. Under the lock."""
         if self._closed:
             raise InvalidRequest("the sandbox was closed")
         if self._worker is None:
-            self._pool = pool = the_pool()
-            self._worker = pool.take(self._settings, is_extra=True)
+            self.pool = pool
+            self._worker = step.take(pool, self._settings, is_extra=True)
             self._forgotten = weakref.finalize(self, pool.forgotten.append, self._worker)
             self._forgotten.atexit = False
         if self._running is None or self._loses_state:
-            self._running = _fresh(self._worker, self._limits, tell)
+            self._running = _fresh(self._worker, self._limits, tell, step.cancellation)
         self._running.tell(tell)
-        if self._closed:  # meanwhile
-            self._kill()
         return self._running
 
     def _was_killed(self) -> bool:
         """Return True if the process has ended by an act of the program, or with the one from which it was forked."""
         return self._closed or self._worker is None or not self._worker.is_healthy
-
-    def _kill(self) -> None:
-        running = self._running
-        if running is not None:
-            running.process.kill()
 
     def close(self) -> None:
         """End the process. A run that is going on ends with an error. May be called many times.
@@ -308,24 +384,63 @@ class Sandbox:
         if self._owner_pid != os.getpid():
             return
         self._closed = True
-        self._kill()
-        if self._thread == threading.get_ident():
-            return  # `on_output` calls, and the run does the rest when it ends
+        step = self._step
+        if step is not None:
+            apart(step.cancellation.set)
+            if step.thread == threading.get_ident():
+                return  # `on_output` calls, and the run does the rest when it ends
+        attended(lambda _: self._give_back(), "moonpool-sandbox-end", _go_on)
+
+    def _give_back(self) -> None:
         with self._lock:
             self._running = None
             worker, self._worker = self._worker, None
-            if worker is not None and self._forgotten.detach() is not None:
-                self._pool.give_back(worker)
+            if worker is not None and self.pool is not None and self._forgotten.detach() is not None:
+                self.pool.give_back(worker)
+
+
+class _Step(_Call):
+    """One call of `Sandbox.run`."""
+
+    def __init__(
+        self,
+        box: Sandbox,
+        source: Source,
+        inputs: Mapping[str, Any] | None,
+        files: Mapping[str, Content] | None,
+        on_output: Tell | None,
+        timeout_s: float | None,
+    ) -> None:
+        super().__init__(on_output)
+        self._box = box
+        self._pool = box.pool
+        self._timeout_s = box.timeout_s if timeout_s is None else OF_RUNTIME.seconds("timeout_s", timeout_s)
+        self.request = _request(source, inputs, read_files(files))
+        box._refuse_inside()
+
+    def _run_in(self, pool: Pool, here: Here) -> RunResult:
+        box = self._box
+        try:
+            box._take_turn(self)
+            try:
+                return box._run_alone(self, pool, self.tell(here), self._timeout_s)
+            finally:
+                box._end_turn()
+        except RunCancelled:
+            if box._closed:
+                raise InvalidRequest("the sandbox was closed") from None
+            raise
+        finally:
+            if box._closed:  # perhaps by `on_output`, which cannot wait for this run
+                box._give_back()
+
+
+def _go_on() -> None:
+    """Take note of an interruption that cannot be obeyed: the end takes seconds."""
 
 
 def _most_bytes(limits: Limits) -> int:
     return limits.files_bytes + values.BESIDE_BYTES
-
-
-def _checked(on_output: Tell | None) -> Tell | None:
-    if on_output is not None and not callable(on_output):
-        OF_RUNTIME.refuse("on_output", "a function of a text and the name of a stream", on_output)
-    return on_output
 
 
 def _request(source: Source, inputs: Mapping[str, Any] | None, files: dict[str, bytes]) -> values.Written:

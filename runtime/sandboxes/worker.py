@@ -24,6 +24,7 @@ import mmap
 import os
 import select
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.usage import addresses_of, cpu_s_of, peak_bytes_of
 from moonpool.runtime.repository.environment import resolve
 from moonpool.runtime.repository.loading import model_of
+from moonpool.runtime.sandboxes.cancellation import RunCancellation, RunCancelled
 from moonpool.runtime.sandboxes.printed import Printed, Tell
 from moonpool.runtime.sandboxes.settings import Limits, Settings
 from moonpool.runtime.stubs.handle import Stubs
@@ -70,6 +72,11 @@ class SourceStub(TemplateStub):
     """The handle of the process that forks runs."""
 
     process_class = RunProcess
+
+    def cancel_start(self) -> None:
+        """Kill the process, which has seen no source, so that nobody needs its stacks."""
+        self._give_up(RunCancelled())
+        self.process.kill()
 
 
 @dataclass(slots=True)
@@ -223,8 +230,8 @@ class Running:
 class Worker:
     """A confined process that forks runs, one after the other. Its owner alone may call methods."""
 
-    def __init__(self, stubs: Stubs, settings: Settings, name: str) -> None:
-        """Start it. Raises `LoadFailed`, `ConfigError`, `BadEnvironment`."""
+    def __init__(self, stubs: Stubs, settings: Settings, name: str, cancellation: RunCancellation) -> None:
+        """Start it. Raises `LoadFailed`, `ConfigError`, `BadEnvironment`, `RunCancelled`."""
         self.settings = settings
         self.running: Running | None = None
         # True if the process of the next run waits for it.
@@ -232,28 +239,34 @@ class Worker:
         self._stubs = stubs
         self._model = _model(settings, name)
         options = self._model.options
-        self._environment = resolve(options.execution_env_path, _RUN.parent, only_wheels=True)
+        stop = threading.Event()
+        with cancellation.by(stop.set):
+            self._environment = resolve(options.execution_env_path, _RUN.parent, only_wheels=True, stop=stop)
         self._stub: SourceStub | None = None
         try:
-            self.start()
+            self.start(cancellation)
         except BaseException:
             self.close()
             raise
 
-    def start(self) -> None:
-        """Start the process again, after it has ended. Raises `LoadFailed`."""
+    def start(self, cancellation: RunCancellation) -> None:
+        """Start the process again, after it has ended. Raises `LoadFailed`, `RunCancelled`."""
         self._end()
+        cancellation.check()
         try:
             plan = _with_room(plan_for(self._model, self._environment, "", forks=True))
-            self._stub = SourceStub(self._stubs, self._model, self._model.name, plan)
+            stub = self._stub = SourceStub(self._stubs, self._model, self._model.name, plan)
             start = {"mode": "source", "imports": self.settings.imports, "log": self._stubs.log.levels}
-            self._stub.start(start, time.monotonic() + _START_S)
-            self._stub.check_threads()
-            _check_filter(self._stub)
+            with cancellation.by(stub.cancel_start):
+                stub.start(start, time.monotonic() + _START_S)
+            stub.check_threads()
+            _check_filter(stub)
         except ForkRefused as error:
             raise LoadFailed(f"no source can run: the process for it cannot be forked, since {error}") from error
         except OSError as error:
             raise LoadFailed(f"nothing could be prepared for a run: {error}", stage="start") from error
+        finally:
+            cancellation.check()
 
     @property
     def is_healthy(self) -> bool:
