@@ -236,6 +236,7 @@ class Worker:
         self.running: Running | None = None
         # True if the process of the next run waits for it.
         self.is_prepared = False
+        self._closing = threading.Lock()
         self._stubs = stubs
         self._model = _model(settings, name)
         options = self._model.options
@@ -275,6 +276,8 @@ class Worker:
 
     def fresh(self, limits: Limits, tell: Tell | None) -> Running:
         """Return a process that has run nothing yet, with these limits. Raises `LoadFailed`."""
+        if not self.is_healthy:  # what it forked ends a moment after it
+            raise LoadFailed("the process for runs has ended", stage="start")
         if self.running is None or not self.is_prepared or _has_ended(self.running.process):
             self.prepare(limits)
         else:
@@ -331,11 +334,12 @@ class Worker:
             raise LoadFailed("the process of a run cannot be killed", stage="start")
 
     def close(self) -> None:
-        """End the process, and what it forked. May be called many times."""
-        try:
-            self._end()
-        finally:
-            self._environment.release()
+        """End the process, and what it forked. May be called many times, and by several threads: all wait."""
+        with self._closing:
+            try:
+                self._end()
+            finally:
+                self._environment.release()
 
     def _end(self) -> None:
         stub, self._stub = self._stub, None
