@@ -18,6 +18,7 @@ NAMES = (
     "tensor_size",
     "startup",
     "source",
+    "contained",
     "memory",
     "prefork",
     "residency",

@@ -1,18 +1,15 @@
-"""Measures a run of source beside programs that are started for it: bare, in bubblewrap, and in a container."""
+"""Measures a run of source beside programs that are started for it, bare and in bubblewrap. `contained.py` has more."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -51,29 +48,7 @@ def _timed_ms(call: Callable[[], object], count: int, pause_s: float = 0.0) -> l
     return times
 
 
-def _container(folder: Path, runtime: str) -> list[str]:
-    """Make a bundle for this machine's own files, and return the command that runs it. Raises OSError and
-    CalledProcessError.
-    """
-    bundle = folder / runtime
-    bundle.mkdir()
-    subprocess.run([runtime, "spec"], cwd=bundle, check=True, capture_output=True)
-    file = bundle / "config.json"
-    config = json.loads(file.read_text())
-    config["process"] |= {"terminal": False, "args": [sys.executable, "-c", _WITH_NUMPY], "cwd": "/"}
-    config["root"] = {"path": "/", "readonly": True}
-    # Older layouts of control groups are refused.
-    config["mounts"] = [each for each in config["mounts"] if each["type"] != "cgroup"]
-    config["linux"]["namespaces"] = [each for each in config["linux"]["namespaces"] if each["type"] != "cgroup"]
-    config["linux"].pop("resources", None)
-    file.write_text(json.dumps(config))
-    own = ["--cgroup-manager=disabled"] if runtime == "crun" else []
-    command = [runtime, *own, "run", "--bundle", str(bundle), f"moonpool-bench-{os.getpid()}"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return command
-
-
-def _others(report: Report, folder: Path) -> dict[str, Callable[[], object]]:
+def _others(report: Report) -> dict[str, Callable[[], object]]:
     """Return the programs that can be started here, each with numpy."""
     found: dict[str, Callable[[], object]] = {}
     interpreter = [sys.executable, "-c", _WITH_NUMPY]
@@ -82,15 +57,6 @@ def _others(report: Report, folder: Path) -> dict[str, Callable[[], object]]:
         found["bwrap python -c"] = partial(_program, [*_BWRAP, *interpreter])
     else:
         report.skipped("bwrap python -c", "bubblewrap is not installed")
-    for runtime in ("crun", "runc", "runsc"):
-        if shutil.which(runtime) is None:
-            report.skipped(runtime, "it is not installed")
-            continue
-        try:
-            found[f"{runtime} run"] = partial(_program, _container(folder, runtime))
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or b""
-            report.skipped(runtime, f"it runs nothing here: {said.decode(errors='replace').strip()[-200:] or error}")
     return found
 
 
@@ -126,14 +92,14 @@ def measure(report: Report, quick: bool) -> None:
     rounds, calls, window_s = (1, 2, 0.2) if quick else (15, 10, 1.0)
     array = np.ones(_BYTES, np.uint8)
     room = [np.empty_like(array), np.empty_like(array)]
-    with tempfile.TemporaryDirectory() as folder, moonpool.Sandbox(timeout_s=60) as box:
+    with moonpool.Sandbox(timeout_s=60) as box:
         box.run("n = 0")
         cases: dict[str, Callable[[], list[float]]] = {
             "moonpool.run": partial(_timed_ms, _run, calls),
             "moonpool.run, after a pause": partial(_timed_ms, _run, calls, _PAUSE_S),
             "Sandbox.run": partial(_timed_ms, partial(box.run, "n += 1; n"), calls),
         }
-        for name, start in _others(report, Path(folder)).items():
+        for name, start in _others(report).items():
             cases[name] = partial(_timed_ms, start, 1)
         found = in_turns(cases, rounds)
         goals = {"moonpool.run, after a pause": "≤ 3 ms"}
@@ -173,10 +139,9 @@ def measure(report: Report, quick: bool) -> None:
         own = [memory_of(pid).own_bytes / (1 << 20) for pid in pids]
         report.figure("memory of all processes for runs, and of one Sandbox", "MB", [sum(own)])
     report.note(
-        "python -c starts an interpreter that imports numpy, bare, in bubblewrap or as a container of this machine's "
-        "own files. To get out of a run, a hole in the kernel is needed that can be reached by few system calls, past "
-        "Landlock and namespaces; out of bubblewrap or a container one behind any call that their filters, if they have "
-        "some, let through; out of a bare program nothing."
+        "python -c starts an interpreter that imports numpy, bare or in bubblewrap. To get out of a run, a hole in the "
+        "kernel is needed that can be reached by few system calls, past Landlock and namespaces; out of bubblewrap one "
+        "behind any call; out of a bare program nothing."
     )
 
 
