@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from moonpool.runtime.model.config.options import PICKLED_WEIGHTS, REMOTE_CODE, TASK
-from moonpool.runtime.process.files import RepositoryError, parsed_json
+from moonpool.runtime.process.files import RepositoryError, bounded_json
 from moonpool.runtime.repository.cloud_store import CloudFile, CloudListing
 from moonpool.runtime.repository.hub_store import HubStore
 
 _BACKEND = "transformers"
 # The most bytes of a file that is read here, and of one in JSON that the model's process reads.
 _MOST_READ_BYTES, _MOST_JSON_BYTES = 8 << 20, 256 << 20
+# Indices of the largest models name 200,000 tensors.
+_MOST_VALUES = 500_000
 _CONFIG, _MODULES, _INDEX = "config.json", "modules.json", "model.safetensors.index.json"
 _WEIGHTS, _PICKLE, _PICKLE_INDEX = "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READ = (_CONFIG, _MODULES, _INDEX, _PICKLE_INDEX, "tokenizer_config.json", "preprocessor_config.json")
@@ -68,6 +70,8 @@ TASKS = {
         "speech_recognition.py", (_ASKED, ("file", "STRING", 1)), (("transcription", "STRING", 1),), 0, True
     ),
 }
+# Hands over the tensors of pickled weights, for `moonpool convert`.
+_CONVERSION = HubTask("conversion.py", (("FILE", "STRING", 1), ("PLACE", "INT64", 3)), (("PIECE", "UINT8", -1),), 0)
 # Names of the Hub for the same.
 _SAME = {"feature-extraction": "embeddings", "sentence-similarity": "embeddings", "text-ranking": "rerank"}
 # Ends of the names of classes in `architectures`.
@@ -112,6 +116,20 @@ class HubModel(NamedTuple):
         """Return the address that stays this model."""
         return f"{self.url}@{self.commit}"
 
+    @property
+    def pickles(self) -> list[str]:
+        """Return the paths of the pickled weights among its files."""
+        return [file.path for file in self.files if file.path.endswith(".bin")]
+
+    def as_conversion(self) -> HubModel:
+        """Return the model that hands over the tensors of its pickled weights."""
+        granted = {"pickled_weights": "yes"}
+        return self._replace(config=_config(self.address, self.commit, "conversion", _CONVERSION, granted))
+
+    def converted_config(self) -> str:
+        """Return the configuration for its weights as safetensors."""
+        return _config(self.address, self.commit, self.task, TASKS[self.task], {})
+
 
 def is_model(listing: CloudListing) -> bool:
     """Return True if a repository is one model, and not a folder of models."""
@@ -151,14 +169,17 @@ class _Description:
         for file in files:
             if file.path.endswith(".json") and file.size_bytes > _MOST_JSON_BYTES:
                 raise self._refusal(f"{file.path} has {file.size_bytes:,} bytes, and {_MOST_JSON_BYTES:,} is the most")
-        return HubModel(self._url, self._commit, task, files, self._config(task), tuple(self._remarks))
+        granted = {"remote_code": "yes"} if self._has_code else {}
+        granted |= {"pickled_weights": "yes"} if self._has_pickles else {}
+        config = _config(f"{self._url}@{self._commit}", self._commit, task, TASKS[task], granted)
+        return HubModel(self._url, self._commit, task, files, config, tuple(self._remarks))
 
     def _refusal(self, what: str) -> RepositoryError:
         return RepositoryError(f"{self._url}@{self._commit}: {what}")
 
     def _parsed(self, path: str, text: bytes) -> Any:
         try:
-            found = parsed_json(text)
+            found = bounded_json(text, _MOST_VALUES)
         except ValueError as error:
             raise self._refusal(f"{path} is no JSON: {error}") from None
         if not isinstance(found, list if path == _MODULES else dict):
@@ -224,7 +245,8 @@ class _Description:
         if pickles:
             raise self._refusal(
                 f"it has no weights in safetensors, only pickles, which are programs: {_listed(pickles)}. "
-                f"{PICKLED_WEIGHTS}={self._commit} lets its process at its sandbox level read {_PICKLE}"
+                f"{PICKLED_WEIGHTS}={self._commit} lets its process at its sandbox level read {_PICKLE}; `moonpool convert "
+                f"{self._url}@{self._commit} FOLDER --pickled-weights={self._commit}` makes safetensors of it, once"
             )
         raise self._refusal(f"it has neither {_WEIGHTS} nor {_INDEX}")
 
@@ -271,29 +293,23 @@ class _Description:
             return "granted, and run in the model's process"
         return f"it is not copied and does not run ({REMOTE_CODE}={self._commit} would let it)"
 
-    # Configuration
 
-    def _config(self, name: str) -> str:
-        task = TASKS[name]
-        is_optional = " optional: true" if len(task.inputs) > 1 and task.is_decoupled else ""
-        parameters = {"task": name, "commit": self._commit, "MOONPOOL_EXECUTE_TIMEOUT_S": "600"}
-        parameters |= {"remote_code": "yes"} if self._has_code else {}
-        parameters |= {"pickled_weights": "yes"} if self._has_pickles else {}
-        lines = [
-            f"# Made by moonpool of {self._url}@{self._commit}",
-            f'backend: "{_BACKEND}"',
-            f'runtime: "{task.file}"',
-            f"max_batch_size: {task.max_batch_size}",
-            *(f"input {_TENSOR % (*each, is_optional)}" for each in task.inputs),
-            *(f"output {_TENSOR % (*each, '')}" for each in task.outputs),
-            *(["dynamic_batching {}"] if task.max_batch_size else []),
-            *(["model_transaction_policy { decoupled: true }"] if task.is_decoupled else []),
-            *(
-                f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
-                for key, value in parameters.items()
-            ),
-        ]
-        return "\n".join(lines) + "\n"
+def _config(address: str, commit: str, name: str, task: HubTask, granted: Mapping[str, str]) -> str:
+    """Return the text of a configuration."""
+    is_optional = " optional: true" if len(task.inputs) > 1 and task.is_decoupled else ""
+    parameters = {"task": name, "commit": commit, "MOONPOOL_EXECUTE_TIMEOUT_S": "600", **granted}
+    lines = [
+        f"# Made by moonpool of {address}",
+        f'backend: "{_BACKEND}"',
+        f'runtime: "{task.file}"',
+        f"max_batch_size: {task.max_batch_size}",
+        *(f"input {_TENSOR % (*each, is_optional)}" for each in task.inputs),
+        *(f"output {_TENSOR % (*each, '')}" for each in task.outputs),
+        *(["dynamic_batching {}"] if task.max_batch_size else []),
+        *(["model_transaction_policy { decoupled: true }"] if task.is_decoupled else []),
+        *(f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}' for key, value in parameters.items()),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _texts_in(values: Iterable[object]) -> Iterator[str]:

@@ -192,8 +192,12 @@ class HubRepository:
             _log.info("%s", as_text(model))
             for remark in model.remarks:
                 _log.warning("%s: %s", model.address, remark)
-        lease = self._copies.of(HubFiles(self.store, model)).acquire(name)
-        return ModelDirectory(lease.path / name, lease)
+        return self.copy(model)
+
+    def copy(self, model: HubModel) -> ModelDirectory:
+        """Return a copy of a model as it was described. Raises `RepositoryError`."""
+        lease = self._copies.of(HubFiles(self.store, model)).acquire(self.name)
+        return ModelDirectory(lease.path / self.name, lease)
 
     def give_up(self) -> None:
         """Have the copies that are being made now fail soon."""

@@ -1,0 +1,1 @@
+"""Commands for what is in a repository, before it is served."""
