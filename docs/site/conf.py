@@ -78,6 +78,7 @@ SECTIONS = {
         "API",
         "site/SPECIFICATION",
         "site/THREATS",
+        "site/HUB_ATTACKS",
         "site/VERSIONS",
         "ARCHITECTURE",
         "site/GLOSSARY",

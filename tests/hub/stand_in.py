@@ -63,6 +63,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         hub.asked.append(path)
@@ -82,7 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         elif what == "revision":
-            self.answer(200, json.dumps({"sha": commit}).encode())
+            files = [{"rfilename": path} for path in self.hub.commits[repo, commit]]
+            self.answer(200, json.dumps({"id": repo, "sha": commit, "siblings": files}).encode())
         else:
             found = [self.hub.entry(*each) for each in self.hub.commits[repo, commit].items()]
             self.answer(200, json.dumps([*found, *self.hub.more]).encode())
@@ -93,14 +97,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         begin = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
-        self.answer(206 if begin else 200, content[begin:])
+        facts = {"ETag": f'"{blob_hash(content)}"', "X-Repo-Commit": commit}
+        self.answer(206 if begin else 200, content[begin:], facts)
 
     def answer(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
             self.send_header(key, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from tests.hub.stand_in import Hub, running
+from tests.hub.stand_in import Hub, blob_hash, running
 
 from moonpool.runtime.process.files import RepositoryError
-from moonpool.runtime.repository import hub_store
+from moonpool.runtime.repository import hub_model, hub_store
 from moonpool.runtime.repository.cloud_copies import WATCHERS
 from moonpool.runtime.repository.repository import HubRepository, ModelDirectory, ModelRepositories, repository_at
 
@@ -143,6 +143,17 @@ WRONG: list[tuple[dict[str, bytes | None], str]] = [
 ]  # fmt: skip
 
 
+# Short values take thirty times as much memory as their text, and the server waits while they are made.
+MANY = b"[" + b"{}," * 500_000 + b"{}]"
+WRONG += [
+    ({"config.json": b'{"a": ' + MANY + b"}"}, "config.json is no JSON: it has more than 500,000 values"),
+    (
+        {"model.safetensors.index.json": b'{"a": ' + MANY + b"}"},
+        "index.json is no JSON: it has more than 500,000 values",
+    ),
+]
+
+
 @pytest.mark.parametrize(("changes", "error"), WRONG, ids=[error[:40] for _, error in WRONG])
 def test_a_repository_that_is_wrong_is_refused_before_it_is_copied(
     hub: Hub, changes: dict[str, bytes | None], error: str, tmp_path: Path
@@ -201,6 +212,14 @@ def test_a_small_file_takes_no_place_of_a_list(hub: Hub, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert names(find("hf://o/m"))
+
+
+def test_a_large_file_in_json_is_refused_before_it_is_copied(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_model, "_MOST_JSON_BYTES", 1000)
+    hub.put("o/m", FILES | {"tokenizer.json": b" " * 1001})
+    with pytest.raises(RepositoryError, match=r"tokenizer\.json has 1,001 bytes, and 1,000 is the most"):
+        find("hf://o/m")
+    assert "tokenizer.json" not in hub.fetched
 
 
 def test_a_list_without_an_end_is_given_up(hub: Hub, tmp_path: Path) -> None:
@@ -396,6 +415,119 @@ def test_a_copy_goes_on_where_it_broke_off(hub: Hub) -> None:
     found = find("hf://o/m")
     assert ranges[-1] == "bytes=3000-"
     assert (found.path / "1" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def partial_file(tmp_path: Path) -> Path:
+    """Return the place of the beginning of the weights, whose folder is there."""
+    folder = tmp_path / "cache" / "moonpool" / "repositories" / "partial"
+    folder.mkdir(parents=True, mode=0o700)
+    return folder / hashlib.sha256(WEIGHTS).hexdigest()
+
+
+@pytest.mark.promise(
+    "Models of the Hub",
+    "A copy that goes on from other bytes than the file begins with is made anew, as its hash shows.",
+)
+@pytest.mark.parametrize("begun", [b"x" * 3000, b"x" * 7000, b"x" * 9000, b""])
+def test_a_copy_that_was_begun_with_other_bytes_is_made_anew(hub: Hub, tmp_path: Path, begun: bytes) -> None:
+    hub.put("o/m", FILES)
+    partial = partial_file(tmp_path)
+    partial.write_bytes(begun)
+    found = find("hf://o/m")
+    assert (found.path / "1" / "model.safetensors").read_bytes() == WEIGHTS
+    assert not partial.exists()
+
+
+def test_a_rest_of_other_bytes_is_refused(hub: Hub, tmp_path: Path) -> None:
+    """A Hub that says the truth at first, and lies when a copy goes on, keeps nobody's copy from being made later."""
+    hub.put("o/m", FILES)
+    partial = partial_file(tmp_path)
+    partial.write_bytes(WEIGHTS[:3000])
+
+    def lie(handler: Any, asked: str) -> bool:
+        if asked.endswith("model.safetensors"):
+            handler.answer(
+                206 if "Range" in handler.headers else 200, b"x" * (4000 if "Range" in handler.headers else 7000)
+            )
+        return asked.endswith("model.safetensors")
+
+    hub.instead = lie
+    with pytest.raises(RepositoryError, match=r"content of 1/model\.safetensors has the"):
+        find("hf://o/m")
+    assert not partial.exists()
+    hub.instead = lambda _, __: False
+    assert (find("hf://o/m").path / "1" / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_link_in_place_of_a_partial_copy_is_not_written_through(hub: Hub, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    partial_file(tmp_path).symlink_to(other)
+    with pytest.raises(RepositoryError, match="cannot be copied"):
+        find("hf://o/m")
+    assert other.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("place", ["moonpool/repositories/partial", "moonpool/repositories/files", "moonpool/hub"])
+def test_a_cache_that_others_may_write_to_is_not_trusted(
+    hub: Hub, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.put("o/m", FILES)
+    find("hf://o/m")
+    (tmp_path / "cache" / place).chmod(0o777)
+    hub.put("o/m", FILES | {"tokenizer.json": b"[]"})
+    if place.endswith("hub"):
+        # Its contents are compared with their hashes. Its lists are read offline.
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(RepositoryError, match=r"no other user may write to it|neither moonpool's cache"):
+        find("hf://o/m")
+
+
+def test_what_another_user_put_into_the_cache_is_compared_with_its_hash(hub: Hub, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    lists = tmp_path / "cache" / "moonpool" / "hub"
+    lists.mkdir(parents=True)
+    evil = b'{"architectures": ["EvilForCausalLM"]}'
+    evil += b" " * (len(FILES["config.json"]) - len(evil))
+    (lists / blob_hash(FILES["config.json"])).write_bytes(evil)
+    with pytest.raises(RepositoryError, match=r"content of config\.json has the hash"):
+        find("hf://o/m")
+
+
+@pytest.mark.promise("Models of the Hub", "Servers that load a model at the same time copy it once.")
+def test_two_servers_that_fetch_a_model_at_once_copy_it_once(hub: Hub, tmp_path: Path) -> None:
+    hub.put("o/m", FILES)
+    asked = threading.Event()
+
+    def wait(_: object, path: str) -> bool:
+        # The first one holds the place while the second one comes.
+        if path.endswith("model.safetensors"):
+            asked.wait(0.5)
+        return False
+
+    hub.instead = wait
+    code = (
+        "import sys; import huggingface_hub.constants as constants; constants.ENDPOINT = sys.argv[1]\n"
+        "from moonpool.runtime.repository.repository import ModelRepositories\n"
+        "found = ModelRepositories([]).find_at('hf://o/m', None)\n"
+        "print(found.path, (found.path / '1' / 'model.safetensors').stat().st_ino, flush=True); sys.stdin.read()"
+    )
+    places = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hf")}
+    environment = {**os.environ, **places, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipe = subprocess.PIPE
+    servers = [
+        subprocess.Popen([sys.executable, "-c", code, hub.url], env=environment, stdin=pipe, stdout=pipe, text=True)
+        for _ in range(3)
+    ]
+    try:
+        said = {server.stdout.readline() for server in servers if server.stdout}
+    finally:
+        for server in servers:
+            server.communicate(timeout=60)
+    assert len(said) == 1
+    assert next(iter(said)).startswith(str(tmp_path))
+    assert hub.fetched.count("model.safetensors") == 1
 
 
 def test_the_token_goes_to_the_hub_alone(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

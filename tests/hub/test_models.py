@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import re
 import struct
 import wave
@@ -16,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.hub import tiny
+from tests.hub.payload import payload
 from tests.hub.stand_in import Hub
+from tests.waiting import wait_until
 
 import moonpool
 from moonpool.errors import LoadFailed
@@ -195,6 +199,83 @@ def test_code_of_a_repository(
     assert "auto_map names 'evil.EvilConfig'" in caplog.text
 
 
+OWN = """
+import json
+from transformers import BertConfig, BertForSequenceClassification
+
+class EvilConfig(BertConfig):
+    model_type = "evil"
+
+    def __init__(self, **more):
+        super().__init__(**more)
+        self.id2label = {0: json.dumps(sys.outcomes_of_payload), 1: "\\x1b[31mred", 2: "\\ud800"}
+
+class EvilModel(BertForSequenceClassification):
+    config_class = EvilConfig
+"""
+
+
+@pytest.mark.promise(
+    "Models of the Hub", "A model whose code was granted works, and gets nothing outside of its sandbox at `strict`."
+)
+def test_code_that_was_granted_serves_and_gets_nothing(
+    runtime: moonpool.Runtime, hub: Hub, level: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    tries: dict[str, dict[str, Any]] = {
+        "files.read": {"path": str(tmp_path / "secret")},
+        "files.write": {"path": str(tmp_path / "mark"), "text": "here"},
+        "network.listen": {},
+        "processes.spawn": {},
+        "processes.signal_to": {"pid": os.getpid()},
+    }
+    files = tiny.classifier()
+    named = {"AutoConfig": "evil.EvilConfig", "AutoModelForSequenceClassification": "evil.EvilModel"}
+    config = json.loads(files["config.json"]) | {"model_type": "evil", "auto_map": named}
+    files |= {"config.json": json.dumps(config).encode(), "evil.py": payload(tries) + OWN.encode()}
+    commit = hub.put("o/m", files)
+    load(runtime, hub, files, level, MOONPOOL_REMOTE_CODE=commit)
+    labels = runtime.infer("m", {"TEXT": texts(b"the cat is good")})["LABEL"][0]
+    (outcomes,) = [json.loads(each) for each in labels if each.startswith(b"{")]
+    assert outcomes.keys() == tries.keys()
+    if level == "off":
+        assert set(outcomes.values()) == {"done"}
+    else:
+        assert "done" not in outcomes.values(), outcomes
+    assert (tmp_path / "mark").exists() == (level == "off")
+
+
+@pytest.mark.parametrize("is_granted", [False, True], ids=["", "granted"])
+def test_code_of_a_second_repository_is_never_fetched(
+    runtime: moonpool.Runtime, hub: Hub, level: str, is_granted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = tmp_path / "mark"
+    files = evil(mark)
+    hub.put("evil/code", {"evil.py": files.pop("evil.py")})
+    config = json.loads(files["config.json"]) | {"auto_map": {"AutoConfig": "evil/code--evil.EvilConfig"}}
+    files["config.json"] = json.dumps(config).encode()
+    commit = hub.put("o/m", files)
+    # It says that it may not ask anybody. What for is in the log.
+    with pytest.raises(LoadFailed, match=r"evil|couldn't connect"):
+        load(runtime, hub, files, level, **({"MOONPOOL_REMOTE_CODE": commit} if is_granted else {}))
+    assert not [path for path in hub.asked if "evil" in path]
+    assert "auto_map names 'evil/code--evil.EvilConfig'" in caplog.text
+    assert not mark.exists()
+
+
+def test_code_of_a_tokenizer_does_not_run(
+    runtime: moonpool.Runtime, hub: Hub, level: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = tmp_path / "mark"
+    files = tiny.classifier() | {"evil.py": evil(mark)["evil.py"]}
+    named = {"AutoTokenizer": ["evil.EvilTokenizer", "evil.EvilTokenizer"]}
+    config = json.loads(files["tokenizer_config.json"]) | {"auto_map": named, "tokenizer_class": "EvilTokenizer"}
+    with contextlib.suppress(LoadFailed):
+        load(runtime, hub, files | {"tokenizer_config.json": json.dumps(config).encode()}, level)
+    assert "tokenizer_config.json: auto_map names 'evil.EvilTokenizer'" in caplog.text
+    assert not mark.exists()
+
+
 def test_a_kernel_of_another_repository_is_not_fetched(
     runtime: moonpool.Runtime, hub: Hub, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,13 +314,24 @@ def header(claim: int) -> bytes:
     return struct.pack("<Q", claim) + b"{}"
 
 
-WRONG_WEIGHTS = [header(1 << 63), header(100), b"", b"\x02\0\0\0\0\0\0\0{}"]
+def tensors(places: dict[str, tuple[int, int]], size_bytes: int) -> bytes:
+    """Return a file of safetensors whose tensors lie at these places."""
+    rows = {name: {"dtype": "U8", "shape": [end - at], "data_offsets": [at, end]} for name, (at, end) in places.items()}
+    text = json.dumps(rows).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(size_bytes)
+
+
+WRONG_WEIGHTS = [
+    header(1 << 63), header(100), b"", b"\x02\0\0\0\0\0\0\0{}", tensors({"a": (0, 8), "b": (4, 12)}, 12),
+    tensors({"a": (0, 8), "b": (16, 24)}, 24), tensors({"a": (0, 1 << 50)}, 8), tensors({"a": (8, 0)}, 8),
+    tensors({f"t{number}": (0, 0) for number in range(200_000)}, 0),
+]  # fmt: skip
 
 
 def test_weights_that_lie_are_refused(runtime: moonpool.Runtime, hub: Hub) -> None:
     files = tiny.classifier()
     for weights in WRONG_WEIGHTS:
-        with pytest.raises(LoadFailed, match=r"(?i)safetensor|header|no fitting weights|size"):
+        with pytest.raises(LoadFailed, match=r"(?i)safetensor|header|no fitting weights|size|overflow|negative"):
             load(runtime, hub, files | {"model.safetensors": weights})
 
 
@@ -266,6 +358,47 @@ def test_templates_and_tokenizers_harm_their_request_alone(runtime: moonpool.Run
         with pytest.raises(moonpool.MoonpoolError, match=why):
             runtime.chat("m", [{"role": "user", "content": said}], max_tokens=2)
     assert runtime.chat("m", [{"role": "user", "content": "fine"}], max_tokens=2)["choices"]
+
+
+def test_a_template_without_an_end_is_ended(runtime: moonpool.Runtime, hub: Hub) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'time' %}}{loop}{{% else %}}the cat{{% endif %}}"
+    load(runtime, hub, tiny.llama() | {"chat_template.jinja": template.encode()}, MOONPOOL_EXECUTE_TIMEOUT_S="4")
+    with pytest.raises(moonpool.MoonpoolError, match="No prompt within 4 s"):
+        runtime.chat("m", [{"role": "user", "content": "time"}], max_tokens=2)
+    wait_until(lambda: runtime.instances("m")[0]["state"] == "READY", 120.0)
+    assert runtime.chat("m", [{"role": "user", "content": "fine"}], max_tokens=2)["choices"]
+
+
+def changed_tokenizer(**changes: Any) -> dict[str, bytes]:
+    files = tiny.classifier()
+    found = json.loads(files["tokenizer.json"])
+    for key, value in changes.items():
+        found[key] = found[key] | value if isinstance(found[key], dict) else value
+    return files | {"tokenizer.json": json.dumps(found).encode()}
+
+
+def test_a_tokenizer_that_grows_its_text_is_ended(runtime: moonpool.Runtime, hub: Hub) -> None:
+    grow = {"type": "Replace", "pattern": {"String": "x"}, "content": "x" * 1000}
+    files = changed_tokenizer(normalizer={"type": "Sequence", "normalizers": [grow] * 4})
+    load(runtime, hub, files, MOONPOOL_MEMORY_LIMIT_BYTES="3G")
+    with pytest.raises(moonpool.MoonpoolError):
+        runtime.infer("m", {"TEXT": texts(b"x")}, timeout_s=300.0)
+    wait_until(lambda: runtime.instances("m")[0]["state"] == "READY", 120.0)
+    assert runtime.infer("m", {"TEXT": texts(b"a cat")})["SCORE"].shape == (1, 3)
+
+
+def test_a_tokenizer_that_is_none_is_refused(runtime: moonpool.Runtime, hub: Hub) -> None:
+    merges = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"], ["ab", "ab"], ["abab", "none"]]}
+    plain = tiny.classifier()
+    for wrong in (
+        changed_tokenizer(model=merges)["tokenizer.json"],
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        plain["tokenizer.json"][:-10],
+        changed_tokenizer(model={"vocab": {"a": -1}})["tokenizer.json"],
+    ):
+        with pytest.raises(LoadFailed):
+            load(runtime, hub, plain | {"tokenizer.json": wrong})
 
 
 def test_a_tokenizer_that_panics_fails_its_request_alone(runtime: moonpool.Runtime, hub: Hub) -> None:

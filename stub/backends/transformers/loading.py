@@ -6,16 +6,22 @@ configuration, which moonpool made, has the parameter. The sandbox contains what
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 
 # Before any of these libraries is imported.
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_IMPLICIT_TOKEN="1", TOKENIZERS_PARALLELISM="false"
 )
-# Where code that was granted is copied to. The usual place may be closed, or another model's.
-os.environ["HF_HOME"] = tempfile.gettempdir()
-os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), "modules")
+# The place of the libraries' caches, and of code that was granted. The usual one may be closed, or another model's. A
+# known name in a folder for all, such as /tmp below `strict`, would let any user of the machine put code there.
+_CACHES = tempfile.TemporaryDirectory(prefix="moonpool-hub-", ignore_cleanup_errors=True)
+os.environ["HF_HOME"] = _CACHES.name
+# They take precedence over the one above.
+for _name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
+    os.environ.pop(_name, None)
 
 try:
     import torch
@@ -30,6 +36,16 @@ transformers.utils.logging.disable_progress_bar()
 # Tokenizers without a length say 10^30.
 LONGEST = 1 << 20
 USUAL_LENGTH = 512
+
+
+@contextlib.contextmanager
+def cleaned() -> Iterator[None]:
+    """Remove the caches if a load fails, as the process then ends without its exit functions."""
+    try:
+        yield
+    except BaseException:
+        _CACHES.cleanup()
+        raise
 
 
 class Folder:
@@ -57,12 +73,13 @@ class Folder:
             "use_safetensors": not self.is_pickled,
             "weights_only": True,
         }
-        try:
-            found, told = kind.from_pretrained(self.path, attn_implementation="sdpa", **arguments)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            found, told = kind.from_pretrained(self.path, attn_implementation="eager", **arguments)
+        with cleaned():
+            try:
+                found, told = kind.from_pretrained(self.path, attn_implementation="sdpa", **arguments)
+            except ValueError as error:
+                if "scaled_dot_product_attention" not in str(error):
+                    raise
+                found, told = kind.from_pretrained(self.path, attn_implementation="eager", **arguments)
         wrong = sorted(told["missing_keys"]) + sorted(str(each[0]) for each in told["mismatched_keys"])
         if wrong:
             raise ValueError(
@@ -73,7 +90,8 @@ class Folder:
 
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """Load the tokenizer. Raises what the library raises."""
-        found = transformers.AutoTokenizer.from_pretrained(self.path, **self.arguments)
+        with cleaned():
+            found = transformers.AutoTokenizer.from_pretrained(self.path, **self.arguments)
         if found.pad_token is None:
             found.pad_token = found.eos_token or found.unk_token
         return found
@@ -99,5 +117,5 @@ def texts_in(array: object) -> list[str]:
 def best(scores: torch.Tensor, names: dict, most: int = 5) -> tuple[list[list[bytes]], list[list[float]]]:
     """Return the labels of each row and their scores, the best ones first."""
     found = scores.topk(min(most, scores.shape[-1]))
-    labels = [[str(names.get(each, each)).encode() for each in row] for row in found.indices.tolist()]
+    labels = [[str(names.get(each, each)).encode("utf-8", "replace") for each in row] for row in found.indices.tolist()]
     return labels, found.values.tolist()

@@ -2,13 +2,16 @@
 
 Theory of operation. One answer is generated at a time, on a thread of its own. Others wait in the event loop, where a
 client that leaves ends its wait. The template of the chat came with the weights: transformers renders it in a sandbox
-of Jinja's, here and never in the server. Pieces go from the thread to the event loop by its queue. `stopped` ends the
-thread at its next token; the turn passes on when the thread has ended.
+of Jinja's, here and never in the server. A prompt that takes longer than a batch may (`MOONPOOL_EXECUTE_TIMEOUT_S`)
+ends the process, as nothing else ends a thread, and all others wait for it. Pieces go from the thread to the event loop
+by its queue. `stopped` ends the thread at its next token; the turn passes on when the thread has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -21,6 +24,7 @@ from transformers.generation.streamers import TextStreamer
 from moonpool.openai import BadRequest, ChatRequest, CompletionRequest, Delta, Usage
 
 MOST_TOKENS = 512
+PROMPT_S = 600.0
 
 
 class TextGeneration:
@@ -32,6 +36,8 @@ class TextGeneration:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if isinstance(limit, int) and limit > 0:
             self.longest = limit
+        parameters = config["parameters"]
+        self.prompt_s = float(parameters.get("MOONPOOL_EXECUTE_TIMEOUT_S", {}).get("string_value", PROMPT_S))
         # Made in the event loop that it belongs to.
         self.turn: asyncio.Lock | None = None
 
@@ -72,6 +78,7 @@ class TextGeneration:
         async with self.turn:
             generation = Generation(self, request, prompt)
             worker = asyncio.ensure_future(asyncio.to_thread(generation.run))
+            overdue = generation.loop.call_later(self.prompt_s, give_up, self.prompt_s, generation.has_prompt)
             try:
                 async for piece in generation.pieces():
                     yield piece
@@ -82,6 +89,7 @@ class TextGeneration:
                 generation.stopped.set()
                 # The next one may begin when the thread is free.
                 await asyncio.wait([worker])
+                overdue.cancel()
                 worker.cancelled() or worker.exception()
 
 
@@ -93,7 +101,7 @@ class Generation(TextStreamer):
         self.owner, self.request, self.prompt = owner, request, prompt
         self.loop = asyncio.get_running_loop()
         self.queue: asyncio.Queue[str | None] = asyncio.Queue()
-        self.stopped = threading.Event()
+        self.stopped, self.has_prompt = threading.Event(), threading.Event()
         self.stop = [text for text in request.stop if text]
         # What may be the beginning of a text that ends the answer.
         self.held = ""
@@ -117,6 +125,7 @@ class Generation(TextStreamer):
             tokens = owner.folder.batch(self.prompt())
         except Exception as error:  # a template may raise anything
             raise BadRequest(f"the prompt cannot be made: {type(error).__name__}: {error}"[:1000]) from None
+        self.has_prompt.set()
         self.prompt_tokens = tokens["input_ids"].shape[1]
         room = owner.longest - self.prompt_tokens
         if room < 1:
@@ -170,3 +179,13 @@ class Generation(TextStreamer):
 
 def tokens_of(numbers: list[int]) -> dict:
     return {"input_ids": torch.tensor([numbers]), "attention_mask": torch.ones(1, len(numbers), dtype=torch.long)}
+
+
+def give_up(prompt_s: float, has_prompt: threading.Event) -> None:
+    """End the process if its prompt is still being made."""
+    if not has_prompt.is_set():
+        sys.stderr.write(
+            f"No prompt within {prompt_s:g} s: its chat template or its tokenizer takes too long. Ending.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)

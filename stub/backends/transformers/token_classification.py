@@ -44,7 +44,7 @@ class TokenClassification:
         scores = self.model(**self.folder.batch(tokens)).logits.float().softmax(-1)
         values, places = (each.tolist() for each in scores.max(-1))
         rows = [
-            json.dumps(self._entities(text, *each), ensure_ascii=False).encode()
+            json.dumps(self._entities(text, *each), ensure_ascii=False).encode("utf-8", "replace")
             for text, *each in zip(texts, offsets, special, places, values)
         ]
         return {"ENTITIES": np.array(rows, object).reshape(-1, 1)}
