@@ -1,8 +1,8 @@
 """Turns a bare process into a stub, in a fixed order, before it imports anything foreign.
 
     runtime                         stub
-    SANDBOX, SLOTS,
-    REGION, REGION           ──▶    read, put the sandbox on
+    SANDBOX                  ──▶    read, put the sandbox on
+    SLOTS, REGION, REGION    ──▶    (made meanwhile)
                              ◀──    CONFINED, or FAILED
     check that from outside
     START                    ──▶    read; only then import numpy and the model
@@ -107,11 +107,9 @@ def shake_hands(
     after = Kind.CONFINED if is_confined else None
     work = Channel.of_descriptor(work_fd)
     conversation = Conversation(work, Side.STUB, announced, after)
-    policy = Policy()
-    while len(announced.fds) < 2:
-        text = announced.read()
-        if text is not None:
-            policy = Policy.from_json(text)
+    while (text := announced.read()) is None:
+        pass
+    policy = Policy.from_json(text)
     calls = Channel.of_descriptor(calls_fd)
     handshake = Handshake(name, conversation, control, calls, announced)
     report.policy = handshake.policy = policy
@@ -119,6 +117,8 @@ def shake_hands(
         if not is_confined:
             applied = apply(policy)
             conversation.send(Kind.CONFINED, PROTOCOL_VERSION, applied.on, applied.left_out)
+        while len(announced.fds) < 2:
+            announced.read()
         _, start = conversation.receive()
         if is_confined:
             layers.tighten(policy)

@@ -161,12 +161,13 @@ class StubHandle:
                 self._output = StubOutput(name, read_fd, options.log_lines_per_s)
                 undo.callback(self._output.close)
                 self._send(Kind.SANDBOX, self.bounds.policy.to_json())
-                self._slots = self._offer_slots(undo)
-                self.link = self._new_link(work)
-                undo.callback(self.link.close)
                 fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)
                 self.process: ChildProcess = (fork or plan.spawn)(name, *fds)
+                undo.callback(_end, self.process)
                 self.bounds.begin(self.process)
+                # While the process begins and puts its sandbox on.
+                self._slots = self._offer_slots(undo)
+                self.link = self._new_link(work)
                 undo.pop_all()
             self._phase("process")
         except OSError as error:
@@ -708,6 +709,13 @@ def _pair(undo: ExitStack, started: ExitStack) -> tuple[Channel, socket]:
     undo.callback(mine.close)
     started.callback(theirs.close)
     return mine, theirs
+
+
+def _end(process: ChildProcess) -> None:
+    """End a process that is not used."""
+    process.kill()
+    process.wait(10 * _EXIT_S)
+    process.close()
 
 
 def _nothing(*_: object) -> None:
