@@ -19,6 +19,7 @@ this process memory that the run never had: an answer that claims more than was 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -29,6 +30,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import pack
@@ -183,9 +186,7 @@ class Running:
             if size_bytes > written_bytes:
                 raise RemoteProtocolError(f"an answer of {size_bytes} bytes, of which {written_bytes} were written")
             if size_bytes < _MAPPED_BYTES or copies:
-                content = memoryview(bytearray(size_bytes))
-                os.preadv(self.answer_fd, [content], 0)
-                return content
+                return _read(self.answer_fd, size_bytes)
             self.wait_for_end()
             return memoryview(mmap.mmap(self.answer_fd, size_bytes, access=mmap.ACCESS_COPY))
 
@@ -351,6 +352,19 @@ class Worker:
         finally:
             if running is not None:
                 running.close()
+
+
+def _read(fd: int, size_bytes: int) -> memoryview:
+    """Return so many bytes of a file, in memory of numpy's, which is not filled before. Raises OSError."""
+    content = np.empty(size_bytes, np.uint8).data
+    done = 0
+    while done < size_bytes:
+        # The kernel reads 2 GiB at a time at most.
+        count = os.preadv(fd, [content[done:]], done)
+        if not count:
+            raise OSError(errno.EIO, "the file ends before its answer")
+        done += count
+    return content
 
 
 def _send_limits(channel: Channel, limits: Limits, pid: int) -> None:
