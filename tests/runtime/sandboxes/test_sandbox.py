@@ -40,6 +40,20 @@ def test_the_namespace_stays_until_the_process_ends() -> None:
         box.run("1")
 
 
+def test_an_answer_stays_as_it_is_when_the_next_one_takes_its_place() -> None:
+    with moonpool.Sandbox(files_bytes="256M") as box:
+        ones = box.run("import numpy as np; np.ones(1 << 20)").unwrap()
+        zeros = box.run("np.zeros(1 << 20)").unwrap()
+        few = box.run("np.full(10_000, 7)").unwrap()
+        many = box.run("np.full(5 << 20, 9.0)").unwrap()
+        again = box.run("np.full(10_000, 8)").unwrap()
+
+    assert ones.all()
+    assert not zeros.any()
+    assert [set(each.tolist()) for each in (few, many, again)] == [{7}, {9.0}, {8}]
+    ones[:] = 2
+
+
 def test_files_stay_and_come_back_when_they_change() -> None:
     with moonpool.Sandbox() as box:
         assert box.run("open('out/a', 'w').write('1'); open('b', 'w').write('2')").files == {"a": b"1"}
