@@ -34,6 +34,8 @@ _OF_ARRAY, _OF_ENTRY, _OF_ITSELF = 16, 3, 2
 MOST_DOCUMENT_BYTES = 32 << 20
 # Room in the file for an answer for what it has beside the value and the files: the text of an error.
 BESIDE_BYTES = 1 << 20
+# Begins a packet with a call of a function, in place of an answer. No msgpack begins so.
+CALL = b"\xc1"
 # The document travels in the packet if it fits there, beside the numbers.
 _MOST_IN_PACKET = MAX_PACKET_BYTES - 1024
 # The place of an array in the memory is a multiple of this, and longer bytes lie there, too.

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, Unpack
@@ -35,6 +35,7 @@ from moonpool.runtime.process.parallel import Here, attended, awaited
 from moonpool.runtime.process.threads import apart
 from moonpool.runtime.repository.session_source import function_source
 from moonpool.runtime.sandboxes.cancellation import RunCancellation, RunCancelled
+from moonpool.runtime.sandboxes.functions import HostCalls, read_functions
 from moonpool.runtime.sandboxes.pool import Pool, the_pool
 from moonpool.runtime.sandboxes.printed import Tell, shown
 from moonpool.runtime.sandboxes.settings import (
@@ -51,11 +52,13 @@ from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_nam
 R = TypeVar("R")
 # A text, or a function of Python.
 Source = str | Callable[..., Any]
+# Functions of the caller, by the names by which source calls them.
+Functions = Mapping[str, Callable[..., Any]]
 # The pause between two looks whether a run that waits for another one is still wanted.
 _LOOK_S = 0.2
 # The longest text of an error.
 _MOST_TEXT = 40_000
-_LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "timeout_s")
+_LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "calls", "timeout_s")
 _ATTACKED = "made a system call that only an attack makes, and was ended"
 
 
@@ -79,6 +82,9 @@ class RunUsage:
     wall_s: float
     cpu_s: float
     memory_bytes: int
+    # Of functions of the caller: how many calls there were, and the seconds that they took.
+    calls: int = 0
+    calls_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ def run(
     inputs: Mapping[str, Any] | None = None,
     *,
     files: Mapping[str, Content] | None = None,
+    functions: Functions | None = None,
     on_output: Tell | None = None,
     **options: Unpack[RunOptions],
 ) -> RunResult:
@@ -121,18 +128,21 @@ def run(
     `.error`; nothing is raised for them before `.unwrap()`.
 
     `files` (bytes, texts or Paths by name) lie in the working directory of the source. What it writes below `out/`
-    comes back in `.files`. `on_output` gets each piece that it prints, and "stdout" or "stderr", on this thread.
+    comes back in `.files`. It may call `functions` by name, with arguments that travel as values do and may be
+    anything. What they raise is an error there, with the same text. They and `on_output`, which gets each piece that
+    the source prints, and "stdout" or "stderr", are called on this thread.
 
     Options: `timeout_s` (30), after which the process is killed; `memory` ("512M"; half of the machine's by default),
-    `tasks` (64 threads), `open_files` (256) and `files_bytes` ("64M", of the folder in memory and of what comes back);
-    `imports`, modules that are imported before the source comes; `environment`, as `EXECUTION_ENV_PATH`, or a list of
-    packages, of which only wheels are installed; `paths`, folders that it may read, or write to (`rw:/data`);
-    `sandbox`, which may be `best-effort`; and `options` of models for the sandbox, such as MOONPOOL_SANDBOX_PORTS.
+    `tasks` (64 threads), `open_files` (256), `files_bytes` ("64M", of the folder in memory and of what comes back) and
+    `calls` of functions (10,000); `imports`, modules that are imported before the source comes; `environment`, as
+    `EXECUTION_ENV_PATH`, or a list of packages, of which only wheels are installed; `paths`, folders that it may read,
+    or write to (`rw:/data`); `sandbox`, which may be `best-effort`; and `options` of models for the sandbox, such as
+    MOONPOOL_SANDBOX_PORTS.
 
     Raises ValueError for options, `InvalidRequest` for inputs, `LoadFailed` if no process can be confined or the
     function cannot be copied.
     """
-    return _Run(source, inputs, files, on_output, options).attended()
+    return _Run(source, inputs, files, functions, on_output, options).attended()
 
 
 async def arun(
@@ -140,20 +150,22 @@ async def arun(
     inputs: Mapping[str, Any] | None = None,
     *,
     files: Mapping[str, Content] | None = None,
+    functions: Functions | None = None,
     on_output: Tell | None = None,
     **options: Unpack[RunOptions],
 ) -> RunResult:
-    """Run source as `run` does, from an event loop. `on_output` is called on another thread.
+    """Run source as `run` does, from an event loop. Functions and `on_output` are called on another thread.
 
     Cancelling the task kills the process.
     """
-    return await _Run(source, inputs, files, on_output, options).awaited()
+    return await _Run(source, inputs, files, functions, on_output, options).awaited()
 
 
 class _Call:
     """One call of a run, from the thread or the task of its caller."""
 
-    def __init__(self, on_output: Tell | None) -> None:
+    def __init__(self, functions: Functions | None, inputs: Mapping[str, Any] | None, on_output: Tell | None) -> None:
+        self._functions = read_functions(functions, inputs or {})
         if on_output is not None and not callable(on_output):
             OF_RUNTIME.refuse("on_output", "a function of a text and the name of a stream", on_output)
         self._on_output = on_output
@@ -199,6 +211,11 @@ class _Call:
         """Take a worker from the pool."""
         return pool.take(settings, self.cancellation, is_extra=is_extra or self._is_extra)
 
+    def calls(self, most: int, here: Here) -> HostCalls | None:
+        """Return what answers the calls of functions, if there are any."""
+        functions = {name: partial(_called, function) for name, function in self._functions.items()}
+        return HostCalls(functions, most, here) if functions else None
+
     def tell(self, here: Here) -> Tell | None:
         """Return what gets the output, if somebody wants it as it comes."""
         on_output = self._on_output
@@ -216,11 +233,11 @@ class _InCalls(threading.local):
 _in_calls = _InCalls()
 
 
-def _called(function: Callable[..., R], *arguments: Any) -> R:
+def _called(function: Callable[..., R], *arguments: Any, **named: Any) -> R:
     """Call a function of the caller."""
     _in_calls.count += 1
     try:
-        return function(*arguments)
+        return function(*arguments, **named)
     finally:
         _in_calls.count -= 1
 
@@ -233,21 +250,23 @@ class _Run(_Call):
         source: Source,
         inputs: Mapping[str, Any] | None,
         files: Mapping[str, Content] | None,
+        functions: Functions | None,
         on_output: Tell | None,
         options: RunOptions,
     ) -> None:
-        super().__init__(on_output)
+        super().__init__(functions, inputs, on_output)
         self._settings, self._limits, self._timeout_s = read_options(options)
-        self._request = _request(source, inputs, read_files(files))
+        self._request = _request(source, inputs, read_files(files), self._functions)
 
     def _run_in(self, pool: Pool, here: Here) -> RunResult:
         worker = self.take(pool, self._settings)
         try:
             running = _fresh(worker, self._limits, self.tell(here), self.cancellation)
+            calls = self.calls(self._limits.calls, here)
             with self.cancellation.by(running.process.kill):
-                ended = running.ask(self._request, _most_bytes(self._limits), time.monotonic() + self._timeout_s)
+                ended = _asked(running, self._request, self._limits, self._timeout_s, calls)
             was_ended = lambda: self.cancellation.is_set or not worker.is_healthy  # noqa: E731 - asked at the end
-            return _result(running, ended, self._limits, self._timeout_s, was_ended)
+            return _result(running, ended, self._limits, self._timeout_s, was_ended, calls)
         finally:
             pool.give_back(worker)
 
@@ -278,7 +297,7 @@ class Sandbox:
     """
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
-        self._settings, self._limits, self.timeout_s = read_options(options)
+        self._settings, self.limits, self.timeout_s = read_options(options)
         self._lock = threading.Lock()
         # Where its worker comes from.
         self.pool: Pool | None = None
@@ -307,11 +326,12 @@ class Sandbox:
         inputs: Mapping[str, Any] | None = None,
         *,
         files: Mapping[str, Content] | None = None,
+        functions: Functions | None = None,
         on_output: Tell | None = None,
         timeout_s: float | None = None,
     ) -> RunResult:
         """Run source in this sandbox, as `moonpool.run` does."""
-        return _Step(self, source, inputs, files, on_output, timeout_s).attended()
+        return _Step(self, source, inputs, files, functions, on_output, timeout_s).attended()
 
     async def arun(
         self,
@@ -319,11 +339,12 @@ class Sandbox:
         inputs: Mapping[str, Any] | None = None,
         *,
         files: Mapping[str, Content] | None = None,
+        functions: Functions | None = None,
         on_output: Tell | None = None,
         timeout_s: float | None = None,
     ) -> RunResult:
         """Run source as `run` does, from an event loop. Cancelling the task kills the process."""
-        return await _Step(self, source, inputs, files, on_output, timeout_s).awaited()
+        return await _Step(self, source, inputs, files, functions, on_output, timeout_s).awaited()
 
     def _refuse_inside(self) -> None:
         """Raise `InvalidRequest` in a function of the caller, where the run would wait for itself, and in a fork of the
@@ -333,7 +354,7 @@ class Sandbox:
             raise InvalidRequest("the sandbox belongs to the process from which this one was forked; make another one")
         step = self._step
         if step is not None and step.thread == threading.get_ident():
-            raise InvalidRequest("a run of this sandbox is going on in this very thread, which calls on_output")
+            raise InvalidRequest("a run of this sandbox is going on in this very thread, which called this")
 
     def _take_turn(self, step: _Step) -> None:
         """Wait until no other run goes on. Raises `RunCancelled`."""
@@ -347,13 +368,15 @@ class Sandbox:
         self._step = None
         self._lock.release()
 
-    def _run_alone(self, step: _Step, pool: Pool, tell: Tell | None, limit_s: float) -> RunResult:
+    def _run_alone(
+        self, step: _Step, pool: Pool, tell: Tell | None, calls: HostCalls | None, limit_s: float
+    ) -> RunResult:
         """Run source. Under the lock."""
         running = self._process(step, pool, tell)
         lost, self._loses_state = self._loses_state, True
         with step.cancellation.by(running.process.kill):
-            ended = running.ask(step.request, _most_bytes(self._limits), time.monotonic() + limit_s)
-        result = _result(running, ended, self._limits, limit_s, self._was_killed, goes_on=True, state_lost=lost)
+            ended = _asked(running, step.request, self.limits, limit_s, calls)
+        result = _result(running, ended, self.limits, limit_s, self._was_killed, calls, goes_on=True, state_lost=lost)
         # Otherwise, and if anything is raised before, the next run begins anew.
         self._loses_state = ended.packet is None
         return result
@@ -368,7 +391,7 @@ class Sandbox:
             self._forgotten = weakref.finalize(self, pool.forgotten.append, self._worker)
             self._forgotten.atexit = False
         if self._running is None or self._loses_state:
-            self._running = _fresh(self._worker, self._limits, tell, step.cancellation)
+            self._running = _fresh(self._worker, self.limits, tell, step.cancellation)
         self._running.tell(tell)
         return self._running
 
@@ -408,14 +431,15 @@ class _Step(_Call):
         source: Source,
         inputs: Mapping[str, Any] | None,
         files: Mapping[str, Content] | None,
+        functions: Functions | None,
         on_output: Tell | None,
         timeout_s: float | None,
     ) -> None:
-        super().__init__(on_output)
+        super().__init__(functions, inputs, on_output)
         self._box = box
         self._pool = box.pool
         self._timeout_s = box.timeout_s if timeout_s is None else OF_RUNTIME.seconds("timeout_s", timeout_s)
-        self.request = _request(source, inputs, read_files(files))
+        self.request = _request(source, inputs, read_files(files), self._functions)
         box._refuse_inside()
 
     def _run_in(self, pool: Pool, here: Here) -> RunResult:
@@ -423,7 +447,8 @@ class _Step(_Call):
         try:
             box._take_turn(self)
             try:
-                return box._run_alone(self, pool, self.tell(here), self._timeout_s)
+                calls = self.calls(box.limits.calls, here)
+                return box._run_alone(self, pool, self.tell(here), calls, self._timeout_s)
             finally:
                 box._end_turn()
         except RunCancelled:
@@ -439,11 +464,21 @@ def _go_on() -> None:
     """Take note of an interruption that cannot be obeyed: the end takes seconds."""
 
 
+def _asked(
+    running: Running, request: values.Written, limits: Limits, timeout_s: float, calls: HostCalls | None
+) -> Ended:
+    """Send a request, and wait for the answer. Raises OSError, `Abandoned`."""
+    serve = None if calls is None else calls.answer
+    return running.ask(request, _most_bytes(limits), time.monotonic() + timeout_s, serve)
+
+
 def _most_bytes(limits: Limits) -> int:
     return limits.files_bytes + values.BESIDE_BYTES
 
 
-def _request(source: Source, inputs: Mapping[str, Any] | None, files: dict[str, bytes]) -> values.Written:
+def _request(
+    source: Source, inputs: Mapping[str, Any] | None, files: dict[str, bytes], functions: Functions
+) -> values.Written:
     """Return what a process gets. Raises `InvalidRequest`, `LoadFailed`."""
     name = ""
     if isinstance(source, FunctionType):
@@ -451,7 +486,7 @@ def _request(source: Source, inputs: Mapping[str, Any] | None, files: dict[str, 
     elif not isinstance(source, str):
         OF_REQUEST.refuse("source", "a text or a function", source)
     OF_REQUEST.map("inputs", inputs or {}, "a map of names to values")
-    asked = {"source": source, "name": name, "inputs": inputs or {}, "files": files}
+    asked = {"source": source, "name": name, "inputs": inputs or {}, "files": files, "functions": list(functions)}
     try:
         return values.write(asked)
     except values.Unsendable as error:
@@ -464,6 +499,7 @@ def _result(
     limits: Limits,
     timeout_s: float,
     was_killed: Callable[[], bool],
+    calls: HostCalls | None,
     *,
     goes_on: bool = False,
     state_lost: bool = False,
@@ -496,6 +532,8 @@ def _result(
     else:
         error = _death(code)
     usage = RunUsage(ended.wall_s, ended.cpu_s, ended.peak_bytes)
+    if calls is not None:
+        usage = replace(usage, calls=calls.count, calls_s=calls.wall_s)
     return RunResult(
         answer["value"],
         running.stdout.text(),

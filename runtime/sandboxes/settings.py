@@ -32,6 +32,7 @@ class RunOptions(TypedDict, total=False):
     tasks: int
     open_files: int
     files_bytes: Size
+    calls: int
     imports: Sequence[str]
     environment: str | os.PathLike[str] | Sequence[str] | None
     paths: Sequence[str]
@@ -47,6 +48,8 @@ class Limits:
     tasks: int
     open_files: int
     files_bytes: int
+    # Of functions of the caller, in one run.
+    calls: int
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in ("memory", "tasks", "open_files", "files_bytes")}
@@ -75,6 +78,7 @@ def read_options(options: RunOptions) -> tuple[Settings, Limits, float]:
         OF_RUNTIME.whole("tasks", options.get("tasks", 64), 1, 4096),
         OF_RUNTIME.whole("open_files", options.get("open_files", 256), 16, 65536),
         files_bytes,
+        OF_RUNTIME.whole("calls", options.get("calls", 10_000), 0),
     )
     level = options.get("sandbox", STRICT)
     if level not in (STRICT, BEST_EFFORT):

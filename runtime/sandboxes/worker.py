@@ -28,7 +28,9 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from moonpool.runtime.process.usage import addresses_of, cpu_s_of, peak_bytes_of
 from moonpool.runtime.repository.environment import resolve
 from moonpool.runtime.repository.loading import model_of
 from moonpool.runtime.sandboxes.cancellation import RunCancellation, RunCancelled
+from moonpool.runtime.sandboxes.functions import Serve
 from moonpool.runtime.sandboxes.printed import Printed, Tell
 from moonpool.runtime.sandboxes.settings import Limits, Settings
 from moonpool.runtime.stubs.handle import Stubs
@@ -118,8 +121,11 @@ class Running:
         self._cpu_s = cpu_s_of(self.process.pid)
         self.tell(tell)
 
-    def ask(self, written: values.Written, answer_bytes: int, deadline: float) -> Ended:
-        """Send a request, and wait for the answer until `deadline`, of `time.monotonic`. Raises OSError."""
+    def ask(self, written: values.Written, answer_bytes: int, deadline: float, serve: Serve | None = None) -> Ended:
+        """Send a request, and wait for the answer until `deadline`, of `time.monotonic`. Raises OSError.
+
+        `serve` answers the calls that come before it. What it raises is passed on.
+        """
         began_s = time.monotonic()
         memory_fd = -1
         try:
@@ -135,7 +141,8 @@ class Running:
         finally:
             if memory_fd >= 0:
                 os.close(memory_fd)
-        return self._wait(deadline, began_s)
+        answer_call = None if serve is None else partial(self._answer_call, serve, answer_bytes)
+        return self._wait(deadline, began_s, answer_call)
 
     def _offer_answer(self, size_bytes: int) -> None:
         """Have a file for the answer. A process that lives on gets the one that it has filled before, if that is small:
@@ -150,7 +157,24 @@ class Running:
         os.ftruncate(self.answer_fd, size_bytes)
         fcntl.fcntl(self.answer_fd, fcntl.F_ADD_SEALS, _SEALS)
 
-    def _wait(self, deadline: float, began_s: float) -> Ended:
+    def _answer_call(self, serve: Serve, most_bytes: int, packet: bytes) -> str:
+        """Answer a call. Returns why that is not possible, "" if it was."""
+        memory_fd = -1
+        try:
+            written = serve(self.answer(packet, most_bytes, copies=True))
+            if written.needs_memory:
+                memory_fd = os.memfd_create("moonpool_reply", os.MFD_CLOEXEC)
+            self._channel.send_fds(values.parcel(written, memory_fd), *([memory_fd] if memory_fd >= 0 else []))
+        except PeerGone:
+            return "died"
+        except (RemoteProtocolError, BlockingIOError):  # it does not even read the replies
+            return "mute"
+        finally:
+            if memory_fd >= 0:
+                os.close(memory_fd)
+        return ""
+
+    def _wait(self, deadline: float, began_s: float, answer_call: Callable[[bytes], str] | None) -> Ended:
         poll = select.poll()
         channel_fd, pidfd = self._channel.fileno(), self.process.pidfd
         captures = {each.fd: each for each in (self.stdout, self.stderr)}
@@ -160,14 +184,18 @@ class Running:
             left_ms = (deadline - time.monotonic()) * 1000
             ready = poll.poll(max(0.0, left_ms))
             fds = {fd for fd, _ in ready}
+            packet, why = None, ""
             if channel_fd in fds or pidfd in fds:
                 packet, why = self._received()
-                return self._ended(packet, why, began_s)
-            for fd in fds:
+                if answer_call is None or packet is None or packet[:1] != values.CALL:
+                    return self._ended(packet, why, began_s)
+            for fd in fds & captures.keys():
                 if not captures[fd].read():
                     poll.unregister(fd)
             if left_ms <= 0:
                 return self._ended(None, "timeout", began_s)
+            if answer_call is not None and packet is not None and (why := answer_call(packet[1:])):
+                return self._ended(None, why, began_s)
 
     def _received(self) -> tuple[bytes | None, str]:
         """Return the packet of a process that has sent one, or has ended, or has closed its channel."""

@@ -16,7 +16,6 @@ import errno
 import inspect
 import io
 import linecache
-import mmap
 import os
 import resource
 import signal
@@ -33,6 +32,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.source import values
 from moonpool.ipc.source.folders import MOST_FILES, OUT
 from moonpool.stub.report import traceback_of
+from moonpool.stub.source.functions import HostError, HostFunctions, mapped
 
 SOURCE = "<source>"
 _MOST_REPR = 10_000
@@ -81,7 +81,7 @@ def rehearse(times: int = 1) -> None:
     """
     before = sys.modules["__main__"]
     for source, name in _REHEARSED * times:
-        asked = values.write({"source": source, "name": name, "inputs": _INPUTS, "files": {}})
+        asked = values.write({"source": source, "name": name, "inputs": _INPUTS, "files": {}, "functions": []})
         # No part of either packet lies in a file.
         SourceRun().answer(values.parcel(asked, -1), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     sys.modules["__main__"] = before
@@ -98,10 +98,13 @@ class SourceRun:
         # The files below `out/` as they were handed over, with size and time of change.
         self._handed: dict[str, tuple[int, int]] = {}
         self._runs = self._files_bytes = 0
+        self._functions = HostFunctions()
+        self._channel: Channel | None = None
 
     def serve(self, channel: Channel) -> NoReturn:
         """Run what comes. Ends the process when the runtime is gone."""
         try:
+            self._channel = channel
             self._files_bytes = _limit(unpack(channel.receive()))
             while True:
                 packet, fds = channel.receive_with_fds()
@@ -112,7 +115,7 @@ class SourceRun:
     def answer(self, packet: bytes, answer_fd: int, *memory: int) -> bytes:
         """Run the source in a packet, and return the packet with the answer. Closes the descriptors."""
         try:
-            asked = values.unpacked(packet, lambda size_bytes: _mapped(memory[0], size_bytes))
+            asked = values.unpacked(packet, lambda size_bytes: mapped(memory[0], size_bytes))
         finally:
             for fd in memory:
                 os.close(fd)
@@ -122,6 +125,8 @@ class SourceRun:
         try:
             self._runs += 1
             _write_files(asked["files"])
+            self._functions.begin(self._channel if asked["functions"] else None, answer_fd)
+            self._namespace.update((name, self._functions.named(name)) for name in asked["functions"])
             value = self._execute(asked["source"], asked["name"], asked["inputs"])
         except SystemExit as ended:
             if ended.code not in (None, 0):
@@ -129,6 +134,7 @@ class SourceRun:
         except BaseException as raised:
             error = _described(raised)
         try:
+            self._functions.end()
             files, left_out = self._files_out(self._files_bytes)
             if left_out and error is None:
                 error = _error("FilesTooLarge", left_out, limit="files_bytes")
@@ -212,10 +218,6 @@ def _open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _mapped(fd: int, size_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY))
-
-
 def _limit(limits: Mapping[str, int]) -> int:
     """Put on the limits of this process, which cannot be raised again. Returns `files_bytes`."""
     # The file for the answer has room for texts beside the value and the files, which may take all that they may.
@@ -255,6 +257,8 @@ def _described(error: BaseException) -> dict[str, str]:
         message = f"<no text: {type(second).__name__:.100}>"
     if isinstance(error, RuntimeError) and message == _NO_THREAD:
         limit = "tasks"
+    if isinstance(error, HostError):
+        limit = error.limit
     if isinstance(error, SyntaxError):
         with contextlib.suppress(BaseException):
             return _error(

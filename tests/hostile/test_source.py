@@ -216,6 +216,59 @@ def test_an_answer_takes_no_more_than_it_has(bomb: str) -> None:
     assert "is no answer" in done.error.message
 
 
+CALLS = """
+import os, socket, struct, time
+from moonpool.ipc.codec import Extension, pack_with as pack
+channel = socket.socket(fileno=3)
+def call(value, memory=0):
+    document = pack(value)
+    channel.send(b"\\xc1" + pack([document, 0, len(document), memory]))
+"""
+# What a run may send in place of a call, and whether it gets an answer to it.
+FORGED = {
+    "another name": ("call(['run', ['rm'], {}])", True),
+    "many arguments": ("call(['f', list(range(1000)), {}])", True),
+    "an attribute": ("call(['__class__', [], {}])", True),
+    "arguments of no name": ("call(['f', [], {5: 1}])", False),
+    "no list": ("call({'f': 1})", False),
+    "more": ("call(['f', [], {}, 1])", False),
+    "a name that is none": ("call([['f'], [], {}])", False),
+    "memory that was not written": ("call(['f', [], {}], 1 << 20)", False),
+    "memory that there is not": ("call(['f', [], {}], 1 << 60)", False),
+    "a class of msgpack": ("channel.send(b'\\xc1' + pack([bytes.fromhex('d6ff00000000'), 0, 6, 0]))", False),
+    "deep": ("channel.send(b'\\xc1' + pack([b'\\x91' * 500 + b'\\x01', 0, 501, 0]))", False),
+    "nothing": ("channel.send(b'\\xc1')", False),
+    "a flood that reads nothing": ("while True: call(['f', [], {}])", False),
+}
+
+
+@pytest.mark.promise("Source", "Of its caller's functions, source can do nothing but call those that it was given.")
+@pytest.mark.parametrize(("forged", "is_answered"), FORGED.values(), ids=FORGED)
+def test_a_forged_call_reaches_no_other_function(forged: str, is_answered: bool) -> None:
+    called: list[object] = []
+
+    def f(*arguments: object) -> None:
+        called.append(arguments)
+
+    source = f"{CALLS}{forged}\nlen(channel.recv(40000)) > 0"
+    done = moonpool.run(source, functions={"f": f}, timeout_s=20)
+
+    if is_answered:
+        assert done.unwrap() is True
+        assert called in ([], [tuple(range(1000))])
+    else:
+        assert done.error is not None
+        assert done.error.type == "BrokenAnswer", done
+    assert value("1") == 1
+
+
+def test_a_call_without_functions_is_no_answer() -> None:
+    done = moonpool.run(f"{CALLS}call(['f', [], {{}}])\ntime.sleep(9)", timeout_s=20)
+
+    assert done.error is not None
+    assert done.error.type == "BrokenAnswer"
+
+
 def test_texts_of_an_error_are_bounded() -> None:
     error = "pack({'type': 'T', 'message': '\\x1b' * 2_000_000, 'traceback': '\\n' * 2_000_000, 'limit': ''})"
     done = moonpool.run(f"{SENDS}send(b'\\xc0', error={error})", timeout_s=20)
