@@ -158,7 +158,8 @@ def machine_memory_bytes() -> int:
     limits = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            limits.append(int(Path(path).read_text(encoding="ascii")))
+            with open(path, "rb") as file:
+                limits.append(int(file.read()))
         except (OSError, ValueError):  # another version of cgroups, or "max"
             continue
     return min(limits)

@@ -81,6 +81,7 @@ class SourceStub(TemplateStub):
     """The handle of the process that forks runs."""
 
     process_class = RunProcess
+    may_leave_orphans = False
 
     def cancel_start(self) -> None:
         """Kill the process, which has seen no source, so that nobody needs its stacks."""

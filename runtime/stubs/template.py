@@ -284,6 +284,8 @@ class TemplateStub(StubHandle):
 
     # It gets no batches, and waits for two channels at once.
     may_use_slots = False
+    # False if its forks can start no processes.
+    may_leave_orphans = True
     process_class: type[ForkedProcess]
 
     def __init__(self, *arguments: Any) -> None:
@@ -331,7 +333,7 @@ class TemplateStub(StubHandle):
         with self._lock:
             is_another = pid in self._forks
             if not is_another:
-                self._forks[pid] = _number_inside(pid)
+                self._forks[pid] = handshake.number_inside
         if is_another:
             os.close(pidfd)
             raise ForkRefused(f"it answered with process {pid}, which is another instance")
@@ -342,7 +344,7 @@ class TemplateStub(StubHandle):
 
         The code is good for texts only. If the template has ended or does not answer, the code is that of SIGKILL.
         """
-        if self.process.tree is not None:
+        if self.process.tree is not None and self.may_leave_orphans:
             # Processes that the fork had started are orphans now.
             self.process.tree.end_orphans()
         future: Future[int] = Future()
@@ -381,15 +383,6 @@ class TemplateStub(StubHandle):
                 future.set_result(-signal.SIGKILL)
 
 
-def _number_inside(pid: int) -> int:
-    """Return the pid of a process in its own PID namespace. If it is gone, return its pid, which is never used."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    return pid
-
-
 def _threads_of(pid: int) -> list[str]:
     """Return the names of the threads of a process."""
     folder = f"/proc/{pid}/task"
@@ -413,6 +406,8 @@ class ForkHandshake:
     def __init__(self) -> None:
         self._ours, self.end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # The pid of the new process in its own namespace, once it has spoken.
+        self.number_inside = -1
 
     def wait(self, parent_pid: int, timeout_s: float) -> tuple[int, int]:
         """Wait for the new process. Returns its pid, and a pidfd, which the caller owns. Raises `ForkFailed`.
@@ -434,7 +429,8 @@ class ForkHandshake:
         ]
         if not data or not pids:
             raise ForkFailed("forked nothing that lived")
-        return pids[0], _child(pids[0], parent_pid)
+        pidfd, self.number_inside = _child(pids[0], parent_pid)
+        return pids[0], pidfd
 
     def close(self) -> None:
         """Close both ends. May be called many times."""
@@ -442,26 +438,33 @@ class ForkHandshake:
         self.end.close()
 
 
-def _child(pid: int, parent_pid: int) -> int:
-    """Return a pidfd of a process that is a child of `parent_pid`. Raises `ForkFailed`."""
+def _child(pid: int, parent_pid: int) -> tuple[int, int]:
+    """Return a pidfd of a process that is a child of `parent_pid`, and its pid in its own namespace. Raises
+    `ForkFailed`.
+    """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError as error:
         raise ForkFailed("forked a process that ended at once") from error
     # In this order: if the process ended and its number was given to another one before the pidfd was opened, then the
     # parent of that one is read here.
-    if _parent_of(pid) != parent_pid:
+    parent, inside = _parent_and_number(pid)
+    if parent != parent_pid:
         os.close(pidfd)
         raise ForkFailed(f"answered with process {pid}, which is no child of it")
-    return pidfd
+    return pidfd, inside
 
 
-def _parent_of(pid: int) -> int:
+def _parent_and_number(pid: int) -> tuple[int, int]:
+    """Return the parent of a process, and its pid in its own namespace; -1 for both if it is gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+        with open(f"/proc/{pid}/status", "rb") as file:
+            rows = file.read().split(b"\n")
     except OSError:
-        return -1
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
+        return -1, -1
+    # The kernel escapes the ends of lines in a name, so no process can forge a row.
+    parent = next(int(row.split()[1]) for row in rows if row.startswith(b"PPid:"))
+    return parent, next((int(row.split()[-1]) for row in rows if row.startswith(b"NSpid:")), pid)
 
 
 # pidfd_send_signal(2), since Linux 6.9.
