@@ -31,6 +31,10 @@ _KINDS = ("cpp", "h", "pyx", "pxd")
 _PACKAGE = Path(__file__).parents[2]
 
 
+# The extensions that were compared with their sources, as they were then. It takes a millisecond.
+_compared: dict[str, tuple[ModuleType, str]] = {}
+
+
 class _Stale(ImportError):
     """The extension was compiled from other sources."""
 
@@ -156,9 +160,13 @@ def load(name: str) -> Any:
         raise
     except Exception as error:  # types do not fit. If Python's form fails, too, that one says why
         raise _stale(name) from error
+    compiled_of = (extension, getattr(extension, "SOURCES", ""))
+    if _compared.get(name) == compiled_of:
+        return extension
     expected = checksum(name)
-    if expected and getattr(extension, "SOURCES", "") != expected:
+    if expected and compiled_of[1] != expected:
         raise _stale(name)
+    _compared[name] = compiled_of
     return extension
 
 

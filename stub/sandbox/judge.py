@@ -213,15 +213,20 @@ class Judge:
 
 
 class _Paths:
-    """Paths, each with everything below it."""
+    """Paths, each with everything below it. Their links are followed at the first question, which most models never
+    lead to: there are some fifty.
+    """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        real = {os.path.realpath(path) for path in paths}
-        self._exactly = real
-        self._below = tuple(f"{path.rstrip('/')}/" for path in real)
+        self._paths = tuple(paths)
+        self._real: tuple[set[str], tuple[str, ...]] | None = None
 
     def __contains__(self, path: str) -> bool:
-        return path in self._exactly or path.startswith(self._below)
+        if self._real is None:
+            real = {os.path.realpath(each) for each in self._paths}
+            self._real = real, tuple(f"{each.rstrip('/')}/" for each in real)
+        exactly, below = self._real
+        return path in exactly or path.startswith(below)
 
 
 def _real(path: object) -> str | None:
