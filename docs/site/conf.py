@@ -73,7 +73,15 @@ SECTIONS = {
         "FIDELITY",
     ),
     "Contain": ("SANDBOX", "LIMITS", "PREFORK"),
-    "Test and measure": ("TESTING_MODELS", "BENCH", "TUNING", "PERFORMANCE", "/benchmarks/README", "site/HISTORY"),
+    "Test and measure": (
+        "TESTING_MODELS",
+        "BENCH",
+        "TUNING",
+        "PERFORMANCE",
+        "/benchmarks/README",
+        "site/HISTORY",
+        "site/CONTAINED",
+    ),
     "Reference": (
         "API",
         "site/SPECIFICATION",

@@ -28,10 +28,13 @@ _WEIGHTS, _PICKLE, _PICKLE_INDEX = "model.safetensors", "pytorch_model.bin", "py
 _READ = (_CONFIG, _MODULES, _INDEX, _PICKLE_INDEX, "tokenizer_config.json", "preprocessor_config.json")
 # A repository with one of these at its root is a model.
 ROOTS = frozenset({_CONFIG, _MODULES, "preprocessor_config.json"})
+# Names without characters that terminals obey.
 _COPIED = re.compile(
-    r"[^/]+\.json|tokenizer\.model|sentencepiece\.bpe\.model|spiece\.model|[^/]+\.spm|vocab\.(txt|bpe)|merges\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)"
+    r"[\w.+-]+\.json|tokenizer\.model|sentencepiece\.bpe\.model|spiece\.model|[\w.+-]+\.spm|vocab\.(txt|bpe)|merges\.txt"
+    r"|chat_template\.jinja|additional_chat_templates/[\w.+-]+\.jinja"
+    r"|[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)"
 )
+_SHARD, _CODE = re.compile(r"[\w.+-]+\.(bin|safetensors)"), re.compile(r"[\w./+-]+\.py")
 # An adapter names another model to load. Indices of weights are taken with them.
 _NOT_COPIED = re.compile(r"adapter_config\.json|.*\.index\.json|.*\.index\..*\.json")
 _UNPICKLED = re.compile(r".*\.(bin|pt|pth|pkl|pickle|ckpt|joblib|msgpack|h5|dill)", re.IGNORECASE)
@@ -163,7 +166,7 @@ class _Description:
         task = self._task()
         paths = [*self._plain(), *self._weights()]
         if self._has_code:
-            paths += [path for path in self._files if path.endswith(".py")]
+            paths += [path for path in self._files if _CODE.fullmatch(path)]
         self._remark_on_code()
         files = tuple(self._files[path] for path in sorted(set(paths)))
         for file in files:
@@ -255,7 +258,7 @@ class _Description:
         names = set(map(str, found.values())) if isinstance(found, dict) else set()
         suffix = ".bin" if index == _PICKLE_INDEX else ".safetensors"
         for name in sorted(names):
-            if "/" in name or not name.endswith(suffix) or name not in self._files:
+            if not _SHARD.fullmatch(name) or not name.endswith(suffix) or name not in self._files:
                 raise self._refusal(f"{index} names {name!r:.100}, which is no file with weights in this folder")
         if not names:
             raise self._refusal(f"{index} names no files")

@@ -147,7 +147,9 @@ def test_there_may_be_nothing_to_convert(hub: Hub, tmp_path: Path, capsys: pytes
     hub.put("o/m", {"config.json": CONFIG, "model.safetensors": b"weights"})
     assert main(["convert", "hf://o/m", str(tmp_path)]) == 1
     assert "has its weights in safetensors: there is nothing to convert" in capsys.readouterr().err
-    assert main(["convert", "s3://o/m", str(tmp_path)]) == 2
+    assert not (tmp_path / "m").exists()
+    for address in ("s3://o/m", "hf://o/m/sub", "hf://o/..", "hf://o/.m", "m"):
+        assert main(["convert", address, str(tmp_path)]) in (1, 2)
 
 
 # What a process that was taken over may say. None of it is a file of ours.

@@ -70,6 +70,26 @@ def test_files_are_copied_by_an_allow_list(hub: Hub) -> None:
     assert config.parameters["commit"] == commit
 
 
+STEERING = ("a\x1b[2J.json", "a\nwarning: m: fine.json", "a\r.json", "a\u202e.json", "a\x07.safetensors", "a\x1b[2J.py")
+
+
+def test_names_that_steer_a_terminal_are_neither_copied_nor_shown(
+    hub: Hub, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FILES | dict.fromkeys(STEERING, b"{}")
+    commit = hub.put("o/m", files)
+    found = find("hf://o/m", {"MOONPOOL_REMOTE_CODE": commit})
+    assert names(found) == ["1/config.json", "1/model.safetensors", "1/tokenizer.json", "config.pbtxt"]
+    shown = "".join(capsys.readouterr()) + "".join(caplog.messages)
+    assert not {each for each in "\x1b\r\x07\u202e" if each in shown}
+    assert not [line for line in shown.splitlines() if line.startswith("warning: m: fine")]
+
+    index = {"weight_map": {"a": "a\x07.safetensors"}}
+    hub.put("o/m", files | {"model.safetensors.index.json": json.dumps(index).encode()})
+    with pytest.raises(RepositoryError, match=r"names 'a\\x07\.safetensors', which is no file with weights"):
+        find("hf://o/m")
+
+
 def test_a_commit_is_copied_once_and_its_contents_are_shared(hub: Hub) -> None:
     hub.put("o/m", FILES)
     first = find("hf://o/m")

@@ -22,6 +22,7 @@ import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.cli.shared import UsageError, session
+from moonpool.runtime.model.config.model import name_problem
 from moonpool.runtime.model.config.options import PICKLED_WEIGHTS, TASK
 from moonpool.runtime.process.files import RepositoryError, bounded_json
 from moonpool.runtime.process.terminal import Terminal, harmless
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     limits |= {"MOONPOOL_MEMORY_LIMIT_BYTES": options.memory} if options.memory else {}
     repository = HubRepository(options.address)
     try:
+        if problem := name_problem(repository.name):
+            raise UsageError(problem)
         target = options.folder / repository.name
         if os.path.lexists(target):
             raise UsageError(f"{target} is there already")
