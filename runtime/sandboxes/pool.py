@@ -54,7 +54,9 @@ class Pool:
         self._most = most
         self._changed = threading.Condition()
         self._idle: list[tuple[Worker, float]] = []
+        # The number of workers, without those that are beyond it: of sandboxes, and of runs in calls.
         self._count = 0
+        self._extra: set[Worker] = set()
         self._numbers = itertools.count(1)
         self._kept: threading.Thread | None = None
         self._closed = False
@@ -109,7 +111,7 @@ class Pool:
         self._collect()
         with cancellation.by(self._wake):
             found, old = self._found(settings, cancellation, is_extra)
-        return found or self._start(settings, cancellation, old)
+        return found or self._start(settings, cancellation, old, is_extra=is_extra)
 
     def _found(
         self, settings: Settings, cancellation: RunCancellation, is_extra: bool
@@ -126,6 +128,10 @@ class Pool:
                     # One with a process that waits, and of these the last one, whose memory is warm.
                     found = max(fitting, key=lambda each: (each[0].is_prepared, each[1]))
                     self._idle.remove(found)
+                    if is_extra:
+                        self._extra.add(found[0])
+                        self._count -= 1
+                        self._changed.notify_all()
                     return found[0], None
                 if self._preparing is not None and self._preparing.settings == settings:
                     # Sooner than another one would start. But from now on, there should be one.
@@ -133,7 +139,9 @@ class Pool:
                         self._more = settings
                     self._changed.wait()
                     continue
-                if self._count < self._most or is_extra:
+                if is_extra:
+                    return None, None
+                if self._count < self._most:
                     self._count += 1
                     return None, None
                 if self._idle:
@@ -142,22 +150,30 @@ class Pool:
                     return None, old
                 self._changed.wait()
 
-    def _start(self, settings: Settings, cancellation: RunCancellation, old: Worker | None = None) -> Worker:
-        """Start a worker, which is counted already, after the end of an old one."""
+    def _start(
+        self, settings: Settings, cancellation: RunCancellation, old: Worker | None = None, *, is_extra: bool = False
+    ) -> Worker:
+        """Start a worker, which is counted already unless it `is_extra`, after the end of an old one."""
         try:
             if old is not None:
                 old.close()
             worker = Worker(self._stubs, settings, f"sandbox_{next(self._numbers)}", cancellation)
         except BaseException:
-            self._lose(None)
+            if not is_extra:
+                self._lose(None)
             raise
         with self._changed:
             self._all.add(worker)
+            if is_extra:
+                self._extra.add(worker)
         return worker
 
     def _lose(self, worker: Worker | None) -> None:
         with self._changed:
-            self._count -= 1
+            if worker in self._extra:
+                self._extra.remove(worker)
+            else:
+                self._count -= 1
             if worker is not None:
                 self._all.discard(worker)
             self._changed.notify_all()
@@ -174,6 +190,9 @@ class Pool:
             return
         with self._changed:
             closed = self._closed
+            if worker in self._extra:
+                self._extra.remove(worker)
+                self._count += 1
             is_surplus = self._count > self._most
             if not (closed or is_surplus):
                 self._idle.append((worker, time.monotonic()))

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +253,21 @@ def test_a_model_may_run_source_in_a_program_that_it_starts(tmp_path: Path) -> N
             "m", f"{tmp_path}/m.py:run", config={"parameters": {"MOONPOOL_SANDBOX": {"string_value": "standard"}}}
         )
         assert runtime.infer("m", {"X": np.ones((1, 1), np.float32)})["OUTPUT0"] == 42
+
+
+def test_an_open_sandbox_takes_no_process_from_runs() -> None:
+    all_at_work = threading.Barrier(MOST_WORKERS)
+
+    def go(_: int) -> object:
+        # Each goes on when all have printed.
+        return moonpool.run("print(1, flush=True); 2", on_output=lambda *_: all_at_work.wait(60)).unwrap()
+
+    with moonpool.Sandbox() as box, ThreadPoolExecutor(MOST_WORKERS) as threads:
+        box.run("kept = 3")
+        assert list(threads.map(go, range(MOST_WORKERS))) == [2] * MOST_WORKERS
+        assert box.run("kept").unwrap() == 3
+        assert len(the_pool()._all) == MOST_WORKERS + 1
+    assert len(the_pool()._all) == MOST_WORKERS
 
 
 def test_many_threads_share_few_processes() -> None:
