@@ -11,6 +11,10 @@ one wheel serves every CPython from 3.11 on. An editable installation compiles t
 The library for tritonserver is no Python module. A wheel without it works for everything but Triton. A wheel has a copy
 of nghttp2 where it was built with one.
 
+Where Python's headers are and no compiler is, the build asks for zig, a compiler that is installed from a wheel. Without
+headers, moonpool is built without extensions. So it is for a Python without its lock, for which nothing of the limited
+API can be compiled.
+
 Wheels for other machines are cross-compiled by `.ci/release.py`, which sets `CC` and `CXX`, `_PYTHON_HOST_PLATFORM`,
 and the copy of nghttp2.
 """
@@ -18,11 +22,15 @@ and the copy of nghttp2.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import platform
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -47,6 +55,9 @@ SWITCH = "MOONPOOL_BUILD_TRITON"
 EXTENSIONS_SWITCH = "MOONPOOL_BUILD_EXTENSIONS"
 # A file: the copy of nghttp2 for the wheel, in place of this machine's.
 NGHTTP2_SWITCH = "MOONPOOL_BUILD_NGHTTP2"
+# A C++ compiler that is installed from a wheel, for machines that have none. It takes no options for one processor alone.
+ZIG = "ziglang~=0.17.1"
+ZIG_MACHINES = ("x86_64", "aarch64")
 # Of Cython: everything is checked, as in Python, and the annotations of modules in Python are for readers alone.
 DIRECTIVES = [
     "annotation_typing=False",
@@ -170,17 +181,54 @@ EXTENSIONS = [
 ]
 
 
+def compiler() -> str | None:
+    """Return the command of the C++ compiler: that of CXX or g++, else zig's; None if none of them is installed."""
+    command = os.environ.get("CXX", "g++")
+    if shutil.which(shlex.split(command)[0]):
+        return command
+    return zig("c++") if importlib.util.find_spec("ziglang") else None
+
+
+def zig(language: str) -> str:
+    """Return the command of zig's compiler, for all machines of this one's kind."""
+    library = "gnu.2.28" if platform.libc_ver()[0] == "glibc" else "musl"
+    target = f"{platform.machine()}-linux-{library}"
+    return shlex.join([sys.executable, "-m", "ziglang", language, "-target", target])
+
+
+def has_headers() -> bool:
+    return Path(sysconfig.get_path("include"), "Python.h").is_file()
+
+
+def build_requirements() -> list[str]:
+    """Return what the build needs beside what pyproject.toml says: a compiler, if nothing else is missing."""
+    wanted = os.environ.get(EXTENSIONS_SWITCH) != "0" and has_headers() and has_lock()
+    return [ZIG] if wanted and compiler() is None and platform.machine() in ZIG_MACHINES else []
+
+
+def has_lock() -> bool:
+    return not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
 def extensions() -> list[Extension]:
-    compiler = os.environ.get("CXX", "g++").split()[0]
-    missing = {tool for tool in ("make", compiler) if shutil.which(tool) is None}
-    library = Extension(LIBRARY, sorted(map(str, [*NATIVE.glob("*.cpp"), *CORE.glob("*.cpp")])))
-    wanted = [] if os.environ.get(SWITCH) == "0" else [library]
-    if os.environ.get(EXTENSIONS_SWITCH) != "0":
-        wanted += EXTENSIONS
-    if wanted and missing:
-        print(f"moonpool is built without compiled parts: there is no {' and no '.join(sorted(missing))}")
-        return []
-    return wanted
+    """Return what can be compiled here, and print what cannot."""
+    library = [Extension(LIBRARY, sorted(map(str, [*NATIVE.glob("*.cpp"), *CORE.glob("*.cpp")])))]
+    parts = [
+        (SWITCH, "the library for tritonserver", library, {"make": shutil.which("make")}),
+        (EXTENSIONS_SWITCH, "extensions", EXTENSIONS, {"Python.h": has_headers(), "lock in this Python": has_lock()}),
+    ]
+    found = []
+    for switch, name, modules, needs in parts:
+        missing = [need for need, there in {"C++ compiler": compiler(), **needs}.items() if not there]
+        if os.environ.get(switch) == "0":
+            continue
+        if missing:
+            print(f"moonpool is built without {name}: there is no {' and no '.join(missing)}")
+        else:
+            found += modules
+    if found and "ziglang" in (command := compiler() or ""):
+        os.environ.update(CC=zig("cc"), CXX=command)
+    return found
 
 
 def bundle(folder: Path) -> None:
@@ -229,7 +277,8 @@ class Build(build_ext):
 
     @property
     def types(self) -> Path:
-        return Path(self.build_temp, "cython")
+        # What Cython makes is the same for all machines.
+        return Path(self.get_finalized_command("build").build_base, "cython")
 
     def lay_out_types(self) -> None:
         """Copy the types of all compiled modules to where Cython looks for them."""
@@ -332,4 +381,8 @@ class Wheel(bdist_wheel):
 
 # tests/card takes what is defined here without building anything.
 if __name__ == "__main__":
-    setup(ext_modules=extensions(), cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist})
+    setup(
+        ext_modules=extensions(),
+        setup_requires=build_requirements(),
+        cmdclass={"build_ext": Build, "bdist_wheel": Wheel, "sdist": Sdist},
+    )

@@ -5,10 +5,13 @@
 
 Theory of operation. What is built is the commit, unpacked into a folder of its own, so nothing of the tree that is not
 committed gets in. One compiler serves all targets: zig's, which is installed from a wheel, and brings each C library,
-in the version that a target names, and each processor. nghttp2 is compiled from Debian's source package, with its
-security patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version
-of a tool is written here, so that twice the same commit can give twice the same bytes. auditwheel, which knows what a
-wheel with such a tag may use, says what it thinks of each.
+in the version that a target names, and each processor. All targets are built in one folder, one after the other, so
+Cython works once, and both processors compile. nghttp2 is compiled from Debian's source package, with its security
+patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version of a tool
+is written here, so twice the same commit gives twice the same bytes, as long as nghttp2's package is the same.
+
+A wheel is refused if auditwheel finds that it needs more than its tag allows, if a library in it shows more than it must,
+or if something is missing. The licenses of what is inside are listed and included.
 
 Needs Debian or Ubuntu with apt, dpkg-dev and patch, git, make and Python 3.11.
 """
@@ -16,6 +19,7 @@ Needs Debian or Ubuntu with apt, dpkg-dev and patch, git, make and Python 3.11.
 from __future__ import annotations
 
 import argparse
+import base64
 import email
 import gzip
 import hashlib
@@ -33,6 +37,7 @@ import zipfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 TREE = Path(__file__).resolve().parent.parent
@@ -50,7 +55,15 @@ PACKAGES = [
     "ziglang==0.17.1",
 ]
 NGHTTP2 = "libnghttp2.so.14"
-NGHTTP2_LICENSE = "MIT"
+LLVM = "Apache-2.0 WITH LLVM-exception"
+# Of moonpool, and of what is linked into the files of a wheel.
+LICENSES = f"Apache-2.0 AND {LLVM} AND MIT"
+# What each kind of library in a wheel shows.
+SHOWN = [
+    (r".*\.abi3\.so", r"PyInit_\w+"),
+    (r"libnghttp2\.so\.14", r"nghttp2_\w+"),
+    (r"libtriton_moonpool\.so", r"TRITONBACKEND_\w+|moonpool_required_functions"),
+]
 
 
 @dataclass(frozen=True)
@@ -102,18 +115,18 @@ def install_tools() -> None:
 def compilers(target: Target) -> dict[str, str]:
     """Return the variables that name the compilers of a target: a program of one word each, as Makefiles want it.
 
-    No path of this machine gets into what they compile, and no debugging information of the C++ library, which would be
-    most of a wheel.
+    No path of this machine gets into what they compile, and no debugging information, which would be most of a wheel.
+    What zig makes for itself lies in a folder that a clean clone does not have.
     """
     folder = ROOM / "bin" / target.name
     folder.mkdir(parents=True, exist_ok=True)
     made = {}
     for variable, language in (("CC", "cc"), ("CXX", "c++")):
         program = folder / language
-        options = (
-            f"-target {target.name} -ffile-prefix-map={SOURCE}=. -Wl,--strip-debug -Wno-unused-command-line-argument"
-        )
-        program.write_text(f'#!/bin/sh\nexec {TOOLS}/bin/python -m ziglang {language} {options} "$@"\n')
+        caches = f"export ZIG_GLOBAL_CACHE_DIR={ROOM}/zig ZIG_LOCAL_CACHE_DIR={ROOM}/zig"
+        options = f"-target {target.name} -Wl,--strip-debug -Wno-unused-command-line-argument"
+        command = f'exec {TOOLS}/bin/python -m ziglang {language} {options} "$@" -g0'
+        program.write_text(f"#!/bin/sh\n{caches}\n{command}\n")
         program.chmod(0o755)
         made[variable] = str(program)
     return made
@@ -193,25 +206,23 @@ def nghttp2(target: Target) -> Path:
     header.write_text(text.replace("@PACKAGE_VERSION@", version).replace("@PACKAGE_VERSION_NUM@", number))
     files = sorted((source / "lib").glob("*.c"))
     compiler = compilers(target)["CC"]
-    options = [
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-Wl,-soname," + NGHTTP2,
-        f"-ffile-prefix-map={source}=.",
-    ]
-    run(compiler, *options, *defined, "-I", source / "lib/includes", *files, "-o", made)
+    options = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-soname," + NGHTTP2, "-Iincludes"]
+    run(compiler, *options, *defined, *(each.name for each in files), "-o", made, cwd=source / "lib")
     return made
 
 
-def wheel(sdist: Path, target: Target) -> Path:
-    """Build a wheel from the source distribution."""
+def unpack_source(sdist: Path) -> Path:
+    """Unpack the source distribution that the wheels are built from."""
     folder = ROOM / "wheel-source"
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as packed:
         packed.extractall(folder, filter="tar")
     (source,) = folder.iterdir()
+    return source
+
+
+def wheel(source: Path, target: Target) -> Path:
+    """Build a wheel in the folder of the source distribution, where Cython's work for another target is used again."""
     out = ROOM / "wheels" / target.name
     shutil.rmtree(out, ignore_errors=True)
     variables = {
@@ -223,14 +234,68 @@ def wheel(sdist: Path, target: Target) -> Path:
     }
     log = run(TOOLS / "bin/python", "-m", "build", "--no-isolation", "--wheel", "--outdir", out, source, **variables)
     (built,) = out.glob("*.whl")
-    check(built, target, log)
+    (out / "log").write_text(log)
     made = DIST / built.name
-    shutil.copyfile(built, made)
+    add_licenses(built, made, licenses(), tuple(datetime.fromtimestamp(int(epoch()), UTC).timetuple()[:6]))
+    check(made, target, log)
     return made
 
 
+def licenses() -> dict[str, bytes]:
+    """Return the text of each license of what is linked into a wheel."""
+    (package,) = TOOLS.glob("lib/python3*/site-packages/ziglang")
+    files = {
+        "nghttp2": nghttp2_source()[0] / "COPYING",
+        "libcxx": package / "lib/libcxx/LICENSE.TXT",
+        "libcxxabi": package / "lib/libcxxabi/LICENSE.TXT",
+        "libunwind": package / "lib/libunwind/LICENSE.TXT",
+        "zig": package / "LICENSE",
+    }
+    return {f"{name}.txt": file.read_bytes() for name, file in files.items()}
+
+
+def add_licenses(built: Path, made: Path, texts: dict[str, bytes], moment: tuple[int, ...]) -> None:
+    """Copy a wheel, with these licenses in its folder for licenses, its description and its list of files."""
+    with zipfile.ZipFile(built) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        (record,) = [each for each in old.namelist() if each.endswith(".dist-info/RECORD")]
+        folder = record.removesuffix("RECORD")
+        added = {f"{folder}licenses/{name}": text for name, text in sorted(texts.items())}
+        lines = []
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename == record:
+                continue
+            if info.filename == f"{folder}METADATA":
+                data = with_licenses(data.decode(), list(texts)).encode()
+            lines.append(add_file(new, info.filename, data, info.external_attr, moment))
+        regular = (0o100644) << 16
+        lines += [add_file(new, name, data, regular, moment) for name, data in added.items()]
+        add_file(new, record, "".join([*lines, f"{record},,\n"]).encode(), regular, moment)
+
+
+def add_file(packed: zipfile.ZipFile, name: str, data: bytes, attributes: int, moment: tuple[int, ...]) -> str:
+    """Add a file to a wheel. Returns its line in the list of files."""
+    info = zipfile.ZipInfo(name, (*moment[:5], moment[5] // 2 * 2))  # type: ignore[arg-type]
+    info.external_attr, info.compress_type = attributes, zipfile.ZIP_DEFLATED
+    packed.writestr(info, data)
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+    return f"{name},sha256={digest},{len(data)}\n"
+
+
+def with_licenses(description: str, names: list[str]) -> str:
+    """Return a wheel's description with the licenses of all that is in it, and with the names of these files."""
+    head, blank, body = description.partition("\n\n")
+    lines = [
+        f"License-Expression: {LICENSES}" if each.startswith("License-Expression:") else each
+        for each in head.split("\n")
+    ]
+    last = max(place for place, each in enumerate(lines) if each.startswith(("License-File:", "License-Expression:")))
+    lines[last + 1 : last + 1] = [f"License-File: {name}" for name in sorted(names)]
+    return "\n".join(lines) + blank + body
+
+
 def check(built: Path, target: Target, log: str) -> None:
-    """End the program unless everything is in the wheel. Print what auditwheel says of it."""
+    """End the program unless everything is in the wheel, and nothing that its tag does not allow."""
     names = zipfile.ZipFile(built).namelist()
     compiled = {each.rpartition("/")[2] for each in names if each.endswith(".so")}
     wanted = set(re.findall(r"_\w+\.abi3\.so", " ".join(expected_extensions())))
@@ -242,8 +307,58 @@ def check(built: Path, target: Target, log: str) -> None:
     if target.has_glibc and "libtriton_moonpool.so" not in compiled:
         print(log, file=sys.stderr)
         sys.exit(f"{built.name} lacks the library for tritonserver")
+    with zipfile.ZipFile(built) as packed:
+        if telling := [each for each in names if str(TREE).encode() in packed.read(each)]:
+            sys.exit(f"{built.name} has the path of this machine's files in {', '.join(telling)}")
     told = json.loads(run(TOOLS / "bin/auditwheel", "show", "--json", built))
-    print(f"{built.name}: {built.stat().st_size / 1e6:.1f} MB, auditwheel: {told}")
+    symbols = json.loads(run(TOOLS / "bin/python", "-c", SYMBOLS, built))
+    if wrong := [*more_than_allowed(told, target.platform), *shown_too_much(symbols)]:
+        sys.exit(f"{built.name} must not be released:\n  " + "\n  ".join(wrong))
+    print(f"{built.name}: {built.stat().st_size / 1e6:.1f} MB, at least {told['overall_tag']}", flush=True)
+
+
+def more_than_allowed(told: dict[str, Any], platform: str) -> list[str]:
+    """Return what auditwheel found in a wheel that its tag does not allow."""
+    wrong = [f"it needs {name}, which is not in it" for name, place in told["external_libs"].items() if not place]
+    if told["unsupported_isa"]:
+        wrong.append("it needs a newer processor")
+    found, allowed = (re.fullmatch(r"(\w+linux)_(\d+)_(\d+)_(\w+)", tag) for tag in (told["overall_tag"], platform))
+    if allowed is None:
+        raise ValueError(f"{platform!r} is no tag of a wheel for many machines")
+    if found is None or found[1] != allowed[1] or found[4] != allowed[4]:
+        return [*wrong, f"auditwheel calls it {told['overall_tag']}, not {platform}"]
+    if tuple(map(int, found.group(2, 3))) > tuple(map(int, allowed.group(2, 3))):
+        wrong.append(f"it needs {told['overall_tag']}, a newer C library: {told['versioned_symbols']}")
+    return wrong
+
+
+def shown_too_much(symbols: dict[str, list[str]]) -> list[str]:
+    """Return the symbols that libraries show and need not, and libraries that nobody knows."""
+    wrong = []
+    for file, names in symbols.items():
+        (pattern,) = [shown for named, shown in SHOWN if re.fullmatch(named, file.rpartition("/")[2])] or [""]
+        if extra := [name for name in names if not re.fullmatch(pattern, name)]:
+            wrong.append(f"{file} shows {', '.join(extra[:10])}")
+        elif not names:
+            wrong.append(f"{file} shows nothing")
+    return wrong
+
+
+# Prints the symbols that each library of a wheel shows.
+SYMBOLS = """
+import io, json, sys, zipfile
+from elftools.elf.elffile import ELFFile
+shown = {}
+packed = zipfile.ZipFile(sys.argv[1])
+for name in packed.namelist():
+    if name.endswith(".so") or ".so." in name:
+        table = ELFFile(io.BytesIO(packed.read(name))).get_section_by_name(".dynsym")
+        shown[name] = sorted(
+            each.name for each in table.iter_symbols()
+            if each.name and each["st_shndx"] != "SHN_UNDEF" and each["st_info"]["bind"] != "STB_LOCAL"
+        )
+print(json.dumps(shown))
+"""
 
 
 def expected_extensions() -> list[str]:
@@ -259,23 +374,13 @@ def bill_of_materials(built: Path) -> None:
         told = email.message_from_bytes(packed.read(named))
     _, nghttp2_version = nghttp2_source()
     name, version = told["Name"], told["Version"]
-    root = {
-        "type": "library",
-        "bom-ref": "moonpool",
-        "name": name,
-        "version": version,
-        "purl": f"pkg:pypi/{name}@{version}?file_name={built.name}",
-        "licenses": [{"license": {"id": told["License-Expression"]}}],
-        "hashes": [{"alg": "SHA-256", "content": sha256(built)}],
-    }
-    bundled = {
-        "type": "library",
-        "bom-ref": "nghttp2",
-        "name": "nghttp2",
-        "version": nghttp2_version,
-        "purl": f"pkg:deb/debian/nghttp2@{quote(nghttp2_version)}?arch=source",
-        "licenses": [{"license": {"id": NGHTTP2_LICENSE}}],
-    }
+    root = component(name, version, f"pkg:pypi/{name}@{version}?file_name={built.name}", LICENSES)
+    root["hashes"] = [{"alg": "SHA-256", "content": sha256(built)}]
+    bundled = [
+        component("nghttp2", nghttp2_version, f"pkg:deb/debian/nghttp2@{quote(nghttp2_version)}?arch=source", "MIT"),
+        *(component(each, llvm_version(), f"pkg:generic/{each}@{llvm_version()}", LLVM) for each in LINKED),
+        component("ziglang", version_of("ziglang"), f"pkg:pypi/ziglang@{version_of('ziglang')}", "MIT"),
+    ]
     required = [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each]
     installed = []
     for each in required:
@@ -285,7 +390,7 @@ def bill_of_materials(built: Path) -> None:
             {"type": "library", "bom-ref": package, "name": package, "purl": f"pkg:pypi/{package.lower()}"}
             | {"scope": "required", "properties": [range_of]}
         )
-    parts = [bundled, *installed]
+    parts = [*bundled, *installed]
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -304,6 +409,34 @@ def bill_of_materials(built: Path) -> None:
     made = built.with_name(f"{built.name}.cdx.json")
     made.write_text(json.dumps(document, indent=2) + "\n")
     run(TOOLS / "bin/python", "-c", VALIDATE, made)
+
+
+# Linked into each library in a wheel, from zig's sources of it; ziglang is the package that has them, and its own runtime.
+LINKED = ["libcxx", "libcxxabi", "libunwind"]
+
+
+def component(name: str, version: str, url: str, license_: str) -> dict[str, Any]:
+    return {
+        "type": "library",
+        "bom-ref": name,
+        "name": name,
+        "version": version,
+        "purl": url,
+        "licenses": [{"expression": license_}],
+    }
+
+
+def version_of(package: str) -> str:
+    (version,) = [each.partition("==")[2] for each in PACKAGES if each.startswith(f"{package}==")]
+    return version
+
+
+def llvm_version() -> str:
+    """Return the version of LLVM whose libraries zig compiles."""
+    (file,) = TOOLS.glob("lib/python3*/site-packages/ziglang/lib/libcxx/include/__config")
+    (number,) = re.findall(r"define _LIBCPP_VERSION (\d+)", file.read_text())
+    major, minor, patch = int(number) // 10000, int(number) // 100 % 100, int(number) % 100
+    return f"{major}.{minor}.{patch}"
 
 
 VALIDATE = """
@@ -331,10 +464,10 @@ def main() -> None:
     unpack_commit()
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
-    sdist = source_distribution()
+    source = unpack_source(source_distribution())
     for target in TARGETS:
         if not asked or target.name in asked:
-            bill_of_materials(wheel(sdist, target))
+            bill_of_materials(wheel(source, target))
     made = sorted(DIST.iterdir())
     (DIST / "SHA256SUMS").write_text("".join(f"{sha256(each)}  {each.name}\n" for each in made))
     print(f"{len(made)} files and their checksums are in {DIST}")
