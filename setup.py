@@ -93,10 +93,12 @@ FLAGS = [
     "-Wframe-larger-than=8192",
 ]
 # A model's interpreter may have another libstdc++, or none that its sandbox lets it read. The unwinder is the process'
-# own, which the C library needs to end a thread; `unwinding.h` tells what it finds here.
+# own, which the C library needs to end a thread; `unwinding.h` tells what it finds here, and does without the code that
+# makes types readable, which would be up to nine tenths of an extension.
 LINK = [
     "-static-libstdc++",
     "-Wl,--wrap=__gxx_personality_v0",
+    "-Wl,--wrap=__cxa_demangle",
     "-ldl",
     "-Wl,-z,now",
     "-Wl,--gc-sections",
@@ -271,6 +273,8 @@ class Build(build_ext):
         ]
 
     def build_extensions(self) -> None:
+        # First, so that what changes from here on is older than its sources, and not mixed with others.
+        self.checksums = {each.name: FOUND["checksum"](each.name) for each in self.extensions}
         # Before extensions are compiled side by side: each reads the types of others.
         self.lay_out_types()
         super().build_extensions()
@@ -302,14 +306,14 @@ class Build(build_ext):
         copy.parent.mkdir(parents=True, exist_ok=True)
         text = source.read_text()
         if source.suffix == ".py":
-            text += f'\nSOURCES = "{FOUND["checksum"](name)}"\n'
+            text += f'\nSOURCES = "{self.checksums[name]}"\n'
         copy.write_text(text)
         tool = [sys.executable, "-m", "cython", "-3", "--cplus", "-I", str(root), "--module-name", name]
         for directive in DIRECTIVES:
             tool += ["-X", directive]
         made = copy.with_suffix(".cpp")
         # Once for each state of the sources, whichever interpreter builds: pip has another one each time.
-        stamp, state = copy.with_suffix(".state"), f"{FOUND['checksum'](name)} {tool[1:]} {VECTORCALL}"
+        stamp, state = copy.with_suffix(".state"), f"{self.checksums[name]} {tool[1:]} {VECTORCALL}"
         if made.is_file() and stamp.is_file() and stamp.read_text() == state:
             return str(made)
         if subprocess.run([*tool, str(copy), "-o", str(made)], check=False).returncode:

@@ -80,4 +80,5 @@ def main() -> None:
         environment(python, version, folder)
 
 
-main()
+if __name__ == "__main__":
+    main()
