@@ -56,7 +56,7 @@ check: ## everything that CI runs
 wheel: ## the tests against the built wheel, away from the tree
 	bash .ci/run wheel
 
-release: ## wheels for four kinds of machines, in dist; not tried as a whole yet
+release: ## wheels for four kinds of machines, in dist
 	python3 .ci/release.py
 
 clean: ## remove what builds, tests and tools left; .venv stays
