@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.ipc.errors import MoonpoolError
+from moonpool.ipc.extension import is_wanted, load_if_there
 from moonpool.runtime.cli.shared import UsageError, figure, session, table
 from moonpool.runtime.process.terminal import Terminal
 from moonpool.runtime.process.threads import start_thread
@@ -91,6 +92,8 @@ class Demo:
             f"moonpool {VERSION} on Python {platform.python_version()} with {self._cores} "
             f"processor core{plural}. All figures below are measured here and now."
         )
+        if not is_wanted() or load_if_there("moonpool.ipc.port._port") is None:
+            self._say("It runs interpreted and without gRPC: nothing of it is compiled here.")
         self._add_sub()
         self._primes()
         self._crash()
