@@ -16,6 +16,8 @@
 #include <fstream>
 
 extern "C" char** environ;
+// A wheel is linked to an older C library, which lacks this; those of tritonserver's images have it.
+#pragma weak posix_spawn_file_actions_addclosefrom_np
 
 namespace moonpool {
 namespace {
@@ -124,6 +126,9 @@ Launcher::~Launcher() {
 
 void Launcher::spawn(const std::string& backend) {
   auto [interpreter, program] = settings();
+  if (!posix_spawn_file_actions_addclosefrom_np) {
+    throw Failure(triton::kUnavailable, "the C library is older than glibc 2.34, which hosting models in tritonserver needs");
+  }
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
     throw Failure(triton::kUnavailable, std::string("no socket: ") + std::strerror(errno));
