@@ -53,28 +53,26 @@ class LoadRegion:
 
     def __init__(self, size_bytes: int, contents: bytes = b"") -> None:
         """Make the region and fill it. Raises `NoSharedMemory`."""
-        import posix_ipc  # few runs need it, and all commands import this module
-
         self.name = f"moonpool-bench-{os.getpid()}-{next(_numbers)}"
         self.key = f"/{self.name}"
         # A region cannot be empty, but tensors can.
         self.size_bytes = max(1, size_bytes)
-        memory = posix_ipc.SharedMemory(self.key, posix_ipc.O_CREX)
+        # As shm_open of the C library does.
+        self._path = f"/dev/shm/{self.name}"
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # Without pages a server that writes there would die of SIGBUS.
-            os.posix_fallocate(memory.fd, 0, self.size_bytes)
-            with mmap.mmap(memory.fd, self.size_bytes) as mapped:
+            os.posix_fallocate(fd, 0, self.size_bytes)
+            with mmap.mmap(fd, self.size_bytes) as mapped:
                 mapped[: len(contents)] = contents
         except OSError as error:
-            posix_ipc.unlink_shared_memory(self.key)
+            self.close()
             raise NoSharedMemory(f"{size_bytes} bytes of shared memory: {error}") from error
         finally:
-            memory.close_fd()
+            os.close(fd)
 
     def close(self) -> None:
-        import posix_ipc
-
-        posix_ipc.unlink_shared_memory(self.key)
+        os.unlink(self._path)
 
 
 # Whether a request is the first and the last of its sequence, in the order of the engine's places.

@@ -161,19 +161,16 @@ class SystemSharedMemory:
         """Open the object, without following symbolic links."""
         if not _KEY.fullmatch(key):
             raise SharedMemoryError(f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object")
-        import posix_ipc  # only for a client on this machine
-
         try:
-            # glibc opens it with O_NOFOLLOW and O_CLOEXEC.
-            memory = posix_ipc.SharedMemory("/" + key.removeprefix("/"))
-        except (OSError, ValueError, posix_ipc.Error):
+            # As shm_open of the C library does.
+            fd = os.open(f"/dev/shm/{key.removeprefix('/')}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (OSError, ValueError):
             raise SharedMemoryError(f"Unable to open shared memory region: '{key}'", "INTERNAL") from None
         try:
-            self._check_owner(key, os.fstat(memory.fd))
+            self._check_owner(key, os.fstat(fd))
         except BaseException:
-            os.close(memory.fd)
+            os.close(fd)
             raise
-        fd: int = memory.fd
         return fd
 
     def _check_owner(self, key: str, status: os.stat_result) -> None:
