@@ -30,7 +30,8 @@ SERVE += ["--http-address=0.0.0.0", "--grpc-address=0.0.0.0", "--exit-timeout-se
 # Those of deploy/README.md.
 FIVE = ["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"]
 STARTING_S, ENDING_S = 120, 60
-PRIMES = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
+# So many primes are at most 30.
+PRIMES = 10
 
 
 def filter_of_calls(capabilities: list[str]) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def serve(bundle: Path, user: int, capabilities: list[str]) -> None:
     configure(bundle, user, capabilities)
     name = f"moonpool-{user}-{time.time_ns()}"
     began = time.monotonic()
-    server = subprocess.Popen(["runc", "run", "--bundle", bundle, name])
+    server = subprocess.Popen(["runc", "run", "--bundle", bundle, name], stdout=subprocess.DEVNULL)
     try:
         wait_until_ready(server)
         started = time.monotonic()
@@ -136,7 +137,7 @@ def serve(bundle: Path, user: int, capabilities: list[str]) -> None:
     finally:
         subprocess.run(["runc", "delete", "--force", name], check=False, stderr=subprocess.DEVNULL)
     ended = time.monotonic()
-    if status != 0 or not strict["works"] or answer[0]["data"] != PRIMES:
+    if status != 0 or not strict["works"] or answer[0]["data"] != [PRIMES]:
         sys.exit(f"user {user}: status {status} after SIGTERM, strict {strict}, answer {answer}")
     print(f"user {user}: ready after {started - began:.1f} s, ended {ended - asked:.1f} s after SIGTERM")
     print(f"  strict has {', '.join(strict['layers'])}, and is without {'; '.join(strict['left_out']) or 'nothing'}")
