@@ -1,4 +1,4 @@
-"""What a release refuses, what it adds to a wheel, and what a build asks for where there is no compiler."""
+"""A release refuses some wheels and adds licenses to others, and a build asks for a compiler where there is none."""
 
 from __future__ import annotations
 
