@@ -18,6 +18,11 @@ shared. It starts no process and signals none but itself (`layers.tightening`), 
 nothing of it is left but files, which the template removes before it answers.
 
 A template that cannot remove them ends, and everything else ends with it.
+
+What a run costs is above all the memory that it writes to: the kernel copies each page at the first write, and Python
+counts references to whatever it uses. So the template does what it can for all of its forks, once: it runs sources of
+moonpool's own (`run.rehearse`), and frees memory. A fork uses few objects until it is confined. If nobody waits for it
+then, it rehearses, too, and so has its pages before its source comes.
 """
 
 from __future__ import annotations
