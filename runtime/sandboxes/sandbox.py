@@ -20,11 +20,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FunctionType
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from moonpool.ipc.errors import RemoteProtocolError
 from moonpool.ipc.source import values
@@ -49,6 +49,9 @@ from moonpool.runtime.sandboxes.settings import (
 )
 from moonpool.runtime.sandboxes.worker import Ended, Running, Worker, signal_name
 
+if TYPE_CHECKING:
+    import asyncio
+
 R = TypeVar("R")
 # A text, or a function of Python.
 Source = str | Callable[..., Any]
@@ -56,6 +59,8 @@ Source = str | Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
 # The pause between two looks whether a run that waits for another one is still wanted.
 _LOOK_S = 0.2
+# So many pieces of output wait for their reader, of up to 64 KiB each.
+_MOST_PIECES = 64
 # The longest text of an error.
 _MOST_TEXT = 40_000
 _LIMITS = ("", "memory", "tasks", "open_files", "files_bytes", "calls", "timeout_s")
@@ -346,6 +351,27 @@ class Sandbox:
         """Run source as `run` does, from an event loop. Cancelling the task kills the process."""
         return await _Step(self, source, inputs, files, functions, on_output, timeout_s).awaited()
 
+    def stream(
+        self,
+        source: Source,
+        inputs: Mapping[str, Any] | None = None,
+        *,
+        files: Mapping[str, Content] | None = None,
+        functions: Functions | None = None,
+        timeout_s: float | None = None,
+    ) -> RunStream:
+        """Run source as `arun` does, and return what it prints as it comes.
+
+            stream = box.stream("for n in range(3): print(n)")
+            async for text, name in stream:    # "stdout" or "stderr"
+                ...
+            stream.result.value
+
+        The run begins with the loop, and waits while nobody reads. Leaving the loop before its end kills the process.
+        """
+        pieces = _Pieces()
+        return RunStream(pieces, _Step(self, source, inputs, files, functions, pieces.tell, timeout_s))
+
     def _refuse_inside(self) -> None:
         """Raise `InvalidRequest` in a function of the caller, where the run would wait for itself, and in a fork of the
         program.
@@ -420,6 +446,73 @@ class Sandbox:
             worker, self._worker = self._worker, None
             if worker is not None and self.pool is not None and self._forgotten.detach() is not None:
                 self.pool.give_back(worker)
+
+
+class _Pieces:
+    """Carries what a run prints to an event loop."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[tuple[str, str] | None]
+        self.loop: asyncio.AbstractEventLoop
+        # Places for pieces that nobody has read.
+        self.room = threading.Semaphore(_MOST_PIECES)
+        self.is_left = False
+        self.result: RunResult | None = None
+
+    def tell(self, text: str, name: str) -> None:
+        """Hand a piece over, once there is room for it. On the thread of the run."""
+        while not self.room.acquire(timeout=_LOOK_S):
+            if self.is_left:
+                return
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, (text, name))
+
+
+class RunStream:
+    """Iterates in an event loop over what a run prints, in pairs of a text and the name of the stream.
+
+    Nothing refers to it but its reader: the loop ends the run when it is left, and with it this object.
+    """
+
+    def __init__(self, pieces: _Pieces, step: _Step) -> None:
+        self._pieces = pieces
+        self._read = _reading(pieces, step)
+
+    @property
+    def result(self) -> RunResult:
+        """Has the result of the run. Raises `InvalidRequest` before the end of the loop."""
+        if self._pieces.result is None:
+            raise InvalidRequest("the run has no result before the loop over its output has ended")
+        return self._pieces.result
+
+    def __aiter__(self) -> RunStream:
+        return self
+
+    async def __anext__(self) -> tuple[str, str]:
+        return await self._read.__anext__()
+
+    async def aclose(self) -> None:
+        """End the run, if it goes on, and wait for that."""
+        await self._read.aclose()
+
+
+async def _reading(pieces: _Pieces, step: _Step) -> AsyncGenerator[tuple[str, str], None]:
+    # Not earlier: an object that is never iterated over needs no loop.
+    import asyncio
+
+    pieces.loop, pieces.queue = asyncio.get_running_loop(), asyncio.Queue()
+    task = pieces.loop.create_task(step.awaited())
+    # After all pieces: they come by the same way.
+    task.add_done_callback(lambda _: pieces.queue.put_nowait(None))
+    try:
+        while (piece := await pieces.queue.get()) is not None:
+            pieces.room.release()
+            yield piece
+        pieces.result = await task
+    finally:
+        pieces.is_left = True
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 class _Step(_Call):

@@ -78,7 +78,14 @@ if TYPE_CHECKING:
     from moonpool.runtime.process.sigterm import exit_on_sigterm
     from moonpool.runtime.residency.policy import Resident as Resident
     from moonpool.runtime.runtime import Runtime
-    from moonpool.runtime.sandboxes.sandbox import RunError as RunError, RunResult as RunResult, Sandbox, arun, run
+    from moonpool.runtime.sandboxes.sandbox import (
+        RunError as RunError,
+        RunResult as RunResult,
+        RunStream as RunStream,
+        Sandbox,
+        arun,
+        run,
+    )
     from moonpool.runtime.schedule.stream import ResponseStream
     from moonpool.stub.native.hints import Outputs, Ragged, TensorType
 
@@ -115,7 +122,7 @@ else:
         "runtime.process.sigterm": ("exit_on_sigterm",),
         "runtime.residency.policy": ("Resident",),
         "runtime.runtime": ("Runtime",),
-        "runtime.sandboxes.sandbox": ("RunError", "RunResult", "Sandbox", "arun", "run"),
+        "runtime.sandboxes.sandbox": ("RunError", "RunResult", "RunStream", "Sandbox", "arun", "run"),
         "runtime.schedule.stream": ("ResponseStream",),
         "stub.native.hints": (
             "Batch",
@@ -177,6 +184,7 @@ __all__ = [  # noqa: RUF022
     "arun",
     "Sandbox",
     "RunResult",
+    "RunStream",
     "RunError",
     "Batch",
     "Ragged",

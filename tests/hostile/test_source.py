@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.sandboxes.pool import close_pool, the_pool
+from moonpool.runtime.sandboxes.pool import MOST_WORKERS, close_pool, the_pool
 
 SECRET = "a9f3c1e7d2"
 
@@ -363,14 +367,48 @@ def test_a_template_that_dies_is_replaced() -> None:
         assert box.run("1").state_lost
 
 
-def test_a_hundred_runs_leave_nothing_behind() -> None:
+@pytest.mark.promise("Source", "A thousand runs leave no process, descriptor, folder, thread or user behind.")
+def test_a_thousand_runs_leave_nothing_behind() -> None:
+    none = all_that_there_is()
     value("1")
-    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
-    before = descriptors()
-    for number in range(100):
-        assert value("n", n=number) == number
-    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
-    wait_until(lambda: descriptors() <= before + 8 * len(the_pool()._all))
+    settle()
+    before = all_that_there_is()
+    source = "import os; open('out/x', 'w').write('x'); open('/dev/shm/x', 'w').write('x'); print(f(n)); os.getuid()"
+    users = set()
+    for number in range(1000):
+        done = moonpool.run(source, {"n": number}, functions={"f": str}, timeout_s=60)
+        assert done.stdout == f"{number}\n"
+        users.add(done.unwrap())
+    settle()
+    # The keeper may have started one more worker meanwhile.
+    assert len(users) <= MOST_WORKERS
+    if len(the_pool()._all) == 1:
+        wait_until(lambda: all_that_there_is() == before)
+    close_pool()
+    wait_until(lambda: all_that_there_is() == none)
+
+
+def settle() -> None:
+    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle) and the_pool()._preparing is None)
+
+
+def all_that_there_is() -> dict[str, set[Any]]:
+    return {
+        "descriptors": {descriptors()},
+        "folders": set(Path(tempfile.gettempdir()).glob("moonpool-*")),
+        "memory": set(os.listdir("/dev/shm")),
+        "threads": {each.name for each in threading.enumerate() if not each.name.startswith("moonpool-log")},
+        "processes": children_of(os.getpid()),
+    }
+
+
+def children_of(pid: int) -> set[int]:
+    """Return the processes that a process has started, but for those that were forked from these."""
+    found: set[int] = set()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found |= {int(each) for each in Path(f"/proc/{pid}/task/{task}/children").read_text().split()}
+    return found
 
 
 def descriptors() -> int:

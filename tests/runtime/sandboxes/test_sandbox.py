@@ -134,6 +134,76 @@ async def uses_one() -> None:
         assert (await box.arun("2")).value == 2
 
 
+@pytest.mark.promise("Source", "`box.stream` yields what a run prints as it comes, and leaving it ends the run.")
+def test_output_can_be_iterated_over() -> None:
+    asyncio.run(streams())
+
+
+async def streams() -> None:
+    async with moonpool.Sandbox(timeout_s=100) as box:
+        source = "import sys\nfor n in range(3): go(); print(n)\nprint('no', file=sys.stderr)\nx = n"
+        stream = box.stream(source + "; x", functions={"go": lambda: None})
+        with pytest.raises(moonpool.InvalidRequest, match="no result before the loop"):
+            _ = stream.result
+        pieces = [piece async for piece in stream]
+        assert "".join(text for text, name in pieces if name == "stdout") == stream.result.stdout == "0\n1\n2\n"
+        assert "".join(text for text, name in pieces if name == "stderr") == "no\n"
+        assert stream.result.unwrap() == 2
+        assert [piece async for piece in stream] == []
+
+        # Nobody reads for a while: the run waits, and nothing is lost.
+        stream = box.stream("for n in range(40_000): print(str(n) * 20)")
+        count = 0
+        async for text, _ in stream:
+            count += len(text)
+            if count < 1 << 20:
+                await asyncio.sleep(0)
+        assert count == sum(20 * len(str(n)) + 1 for n in range(40_000))
+
+        # It is left in the middle, in four ways.
+        endless = "while True: print('x' * 1000)"
+        async for _ in box.stream(endless):
+            break
+        assert (await box.arun("'x' in dir()")).state_lost
+        stream = box.stream(endless)
+        await stream.__anext__()
+        await stream.aclose()
+        assert (await box.arun("1")).state_lost
+        with pytest.raises(ZeroDivisionError):
+            await divides(box.stream(endless))
+        assert (await box.arun("1")).state_lost
+        task = asyncio.create_task(reads(box.stream(endless)))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await box.arun("1")).state_lost
+
+        with pytest.raises(ValueError, match="files must be"):
+            box.stream("1", files={"out": ""})
+        stream = box.stream("print(1)\n1 / 0")
+        assert [piece async for piece in stream] == [("1\n", "stdout")]
+        assert str(stream.result.error) == "ZeroDivisionError: division by zero"
+        stream = box.stream(endless)
+        await stream.__anext__()
+        closing = asyncio.create_task(asyncio.to_thread(box.close))
+        async for _ in stream:
+            pass
+        await closing
+        assert stream.result.error is not None
+        assert stream.result.error.type == "Closed"
+
+
+async def divides(stream: moonpool.RunStream) -> None:
+    async for text, _ in stream:
+        assert len(text) / 0
+
+
+async def reads(stream: moonpool.RunStream) -> None:
+    async for _ in stream:
+        pass
+
+
 def test_sandboxes_are_apart() -> None:
     with moonpool.Sandbox() as one, moonpool.Sandbox() as two:
         pids = [box.run("import os; mark = 1; open('x', 'w').write('x'); os.getppid()").unwrap() for box in (one, two)]
