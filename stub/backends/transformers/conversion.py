@@ -12,7 +12,7 @@ from typing import TypedDict
 
 import numpy as np
 import torch
-from loading import Folder
+from loading import Folder, asked
 
 from moonpool import Bytes, Int64, UInt8
 
@@ -57,7 +57,8 @@ class Conversion:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive(path))
         except torch.serialization.pickle.UnpicklingError as error:
-            raise ValueError(f"{file} was not unpickled: {asked(path) or first_line(error)}") from None
+            what = asked(self.folder.path, file, error) or f"{file} was not unpickled: {first_line(error)}"
+            raise ValueError(what) from None
         if not isinstance(found, dict) or not found:
             raise ValueError(f"{file} holds {type(found).__name__}, where weights are a dictionary of tensors")
         for name, each in found.items():
@@ -74,16 +75,6 @@ def is_archive(path: str) -> bool:
     """Return True for the form of PyTorch 1.6 and later, which can be mapped."""
     with open(path, "rb") as file:
         return file.read(4) == b"PK\3\4"
-
-
-def asked(path: str) -> str:
-    """Say what a pickle names that is no part of weights; "" if that cannot be read."""
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # any bytes may be in there
-        return ""
-    shown = ", ".join(map(repr, names[:5]))
-    return f"it would call {shown:.300}, which no weights need; nothing of it ran" if names else ""
 
 
 def first_line(error: Exception) -> str:

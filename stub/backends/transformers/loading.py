@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 
@@ -75,11 +76,11 @@ class Folder:
         }
         with cleaned():
             try:
-                found, told = kind.from_pretrained(self.path, attn_implementation="sdpa", **arguments)
-            except ValueError as error:
-                if "scaled_dot_product_attention" not in str(error):
-                    raise
-                found, told = kind.from_pretrained(self.path, attn_implementation="eager", **arguments)
+                found, told = loaded(kind, self.path, arguments)
+            except Exception as error:
+                if self.is_pickled and (what := self._asked(error)):
+                    raise ValueError(what) from error
+                raise
         wrong = sorted(told["missing_keys"]) + sorted(str(each[0]) for each in told["mismatched_keys"])
         if wrong:
             raise ValueError(
@@ -87,6 +88,10 @@ class Folder:
                 f"{wrong[0]:.200}: the repository says another class or size than its weights are of"
             )
         return found.eval().to(self.device)
+
+    def _asked(self, error: Exception) -> str:
+        names = sorted(name for name in os.listdir(self.path) if name.endswith(".bin"))
+        return next((what for name in names if (what := asked(self.path, name, error))), "")
 
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """Load the tokenizer. Raises what the library raises."""
@@ -98,6 +103,28 @@ class Folder:
 
     def batch(self, tokens: transformers.BatchEncoding) -> dict:
         return {key: value.to(self.device) for key, value in tokens.items() if isinstance(value, torch.Tensor)}
+
+
+def loaded(kind: type, path: str, arguments: dict) -> tuple[torch.nn.Module, dict]:
+    """Load a model with the attention of torch, or, if it has none of that, its own."""
+    try:
+        return kind.from_pretrained(path, attn_implementation="sdpa", **arguments)
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+    return kind.from_pretrained(path, attn_implementation="eager", **arguments)
+
+
+def asked(folder: str, file: str, error: Exception) -> str:
+    """Say what a pickle names that is no part of weights, which `error` may be about; "" for nothing."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(os.path.join(folder, file))
+    except Exception:  # any bytes may be in there
+        names = re.findall(r"GLOBAL (\S+) was not", str(error))
+    if not names:
+        return ""
+    shown = ", ".join(map(repr, sorted(names)[:5]))
+    return f"{file} was not unpickled: it would call {shown:.300}, which no weights need; nothing of it ran"
 
 
 def longest(tokenizer: transformers.PreTrainedTokenizerBase, config: transformers.PretrainedConfig) -> int:
