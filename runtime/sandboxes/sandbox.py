@@ -59,6 +59,8 @@ Source = str | Callable[..., Any]
 Functions = Mapping[str, Callable[..., Any]]
 # The pause between two looks whether a run that waits for another one is still wanted.
 _LOOK_S = 0.2
+# Runs in functions that runs call. A function may run what the source gives it, which may ask for that again.
+_MOST_NESTED = 8
 # So many pieces of output wait for their reader, of up to 64 KiB each.
 _MOST_PIECES = 64
 # The longest text of an error.
@@ -178,7 +180,12 @@ class _Call:
         # The thread on which the functions of the caller are called.
         self.thread = 0
         self._pool: Pool | None = None
-        self._is_extra = _in_calls.count > 0
+        # So many runs wait for a function that leads to this one.
+        self._depth = _in_calls.count
+        if self._depth > _MOST_NESTED:
+            raise InvalidRequest(
+                f"runs are nested deeper than {_MOST_NESTED}, each in a function that the one before calls"
+            )
 
     def attended(self) -> RunResult:
         """Make the run on another thread, and the calls here. Raises SystemExit on a thread that the end of the program
@@ -214,11 +221,11 @@ class _Call:
 
     def take(self, pool: Pool, settings: Settings, *, is_extra: bool = False) -> Worker:
         """Take a worker from the pool."""
-        return pool.take(settings, self.cancellation, is_extra=is_extra or self._is_extra)
+        return pool.take(settings, self.cancellation, is_extra=is_extra or self._depth > 0)
 
     def calls(self, most: int, here: Here) -> HostCalls | None:
         """Return what answers the calls of functions, if there are any."""
-        functions = {name: partial(_called, function) for name, function in self._functions.items()}
+        functions = {name: partial(_called, self._depth + 1, function) for name, function in self._functions.items()}
         return HostCalls(functions, most, here) if functions else None
 
     def tell(self, here: Here) -> Tell | None:
@@ -226,11 +233,11 @@ class _Call:
         on_output = self._on_output
         if on_output is None:
             return None
-        return lambda text, stream: here(partial(_called, on_output, text, stream))
+        return lambda text, stream: here(partial(_called, self._depth + 1, on_output, text, stream))
 
 
 class _InCalls(threading.local):
-    """Counts the functions of callers that are going on in a thread, each called by the one before."""
+    """Counts the functions of callers that go on, each called in a run of the one before, and the last one here."""
 
     count = 0
 
@@ -238,13 +245,13 @@ class _InCalls(threading.local):
 _in_calls = _InCalls()
 
 
-def _called(function: Callable[..., R], *arguments: Any, **named: Any) -> R:
+def _called(depth: int, function: Callable[..., R], /, *arguments: Any, **named: Any) -> R:
     """Call a function of the caller."""
-    _in_calls.count += 1
+    before, _in_calls.count = _in_calls.count, depth
     try:
         return function(*arguments, **named)
     finally:
-        _in_calls.count -= 1
+        _in_calls.count = before
 
 
 class _Run(_Call):

@@ -184,6 +184,22 @@ def test_a_function_may_run_source() -> None:
     assert len(the_pool()._all) <= MOST_WORKERS
 
 
+@pytest.mark.parametrize("way", ["run", "arun"])
+def test_source_cannot_nest_runs_without_an_end(way: str) -> None:
+    depths: list[int] = []
+
+    def execute(source: str) -> object:
+        depths.append(1)
+        functions: dict[str, Callable[..., Any]] = {"execute": execute}
+        if way == "run":
+            return moonpool.run(source, {"source": source}, functions=functions).unwrap()
+        return asyncio.run(moonpool.arun(source, {"source": source}, functions=functions)).unwrap()
+
+    with pytest.raises(moonpool.SandboxError, match="runs are nested deeper than 8"):
+        execute("execute(source)")
+    assert len(depths) == 10
+
+
 def test_an_interruption_in_a_function_ends_the_run() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import moonpool
+from moonpool.runtime.process import parallel
 from moonpool.runtime.sandboxes.pool import MOST_WORKERS, the_pool
 
 SCALE = 3
@@ -246,7 +247,7 @@ def test_a_model_may_run_source_in_a_program_that_it_starts(tmp_path: Path) -> N
         "def run(X: Float32[Batch]) -> Float32[Batch]:\n"
         "    command = [sys.executable, '-m', 'moonpool', 'run', '-']\n"
         "    done = subprocess.run(command, input='40 + 2', text=True, capture_output=True, check=True)\n"
-        "    return X * np.float32(done.stdout)\n"
+        "    return X * np.float32(done.stdout.split()[-1])\n"
     )
     with moonpool.Runtime() as runtime:
         runtime.load(
@@ -285,6 +286,23 @@ def test_many_threads_share_few_processes() -> None:
     wanted = [2 * (number * 10 + each) for number in range(8) for each in range(3)]
     assert sorted(results) == wanted  # type: ignore[type-var]
     assert len(the_pool()._all) <= MOST_WORKERS
+
+
+def test_without_a_thread_to_spare_the_caller_makes_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moonpool.run("1").unwrap() == 1
+
+    def refuse(_: object) -> None:
+        raise moonpool.OutOfThreads("none")
+
+    monkeypatch.setattr(parallel, "start_thread_safely", refuse)
+    pieces: list[str] = []
+    assert (
+        moonpool.run("print(f(1)); 2", functions={"f": str}, on_output=lambda text, _: pieces.append(text)).unwrap()
+        == 2
+    )
+    assert pieces == ["1\n"]
+    with moonpool.Sandbox() as box:
+        assert box.run("3").unwrap() == 3
 
 
 def test_an_event_loop_runs_on_and_a_cancelled_run_is_killed() -> None:

@@ -204,6 +204,31 @@ async def reads(stream: moonpool.RunStream) -> None:
         pass
 
 
+def test_a_task_that_waits_for_a_run_and_is_cancelled_leaves_it_alone() -> None:
+    asyncio.run(waits())
+
+
+async def waits() -> None:
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with moonpool.Sandbox(timeout_s=100) as box:
+
+        def wait_for_the_end() -> None:
+            loop.call_soon_threadsafe(begun.set)
+            goes_on.wait()
+
+        goes_on = threading.Event()
+        first = asyncio.create_task(box.arun("f(); 1", functions={"f": wait_for_the_end}))
+        await begun.wait()
+        second = asyncio.create_task(box.arun("2"))
+        await asyncio.sleep(0.1)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        goes_on.set()
+        assert (await first).value == 1
+
+
 def test_sandboxes_are_apart() -> None:
     with moonpool.Sandbox() as one, moonpool.Sandbox() as two:
         pids = [box.run("import os; mark = 1; open('x', 'w').write('x'); os.getppid()").unwrap() for box in (one, two)]
