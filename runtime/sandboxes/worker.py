@@ -55,6 +55,7 @@ from moonpool.runtime.sandboxes.functions import Serve
 from moonpool.runtime.sandboxes.printed import Printed, Tell
 from moonpool.runtime.sandboxes.settings import Limits, Settings
 from moonpool.runtime.stubs.handle import Stubs
+from moonpool.runtime.stubs.output import ERRORS
 from moonpool.runtime.stubs.template import ForkedProcess, ForkRefused, TemplateGone, TemplateStub
 
 _RUN = Path(__file__).resolve().parents[2] / "stub" / "source" / "run.py"
@@ -81,6 +82,8 @@ class SourceStub(TemplateStub):
     """The handle of the process that forks runs."""
 
     process_class = RunProcess
+    # The standard output of `moonpool run` is that of the source.
+    printer = ERRORS
     may_leave_orphans = False
 
     def cancel_start(self) -> None:

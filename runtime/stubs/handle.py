@@ -74,7 +74,7 @@ from moonpool.runtime.stubs.control import ControlChannel, MessageRateLimiter
 from moonpool.runtime.stubs.growth import Growth
 from moonpool.runtime.stubs.link import Link
 from moonpool.runtime.stubs.metrics import StubMetrics
-from moonpool.runtime.stubs.output import StubOutput
+from moonpool.runtime.stubs.output import Printer, StubOutput
 from moonpool.runtime.stubs.readiness import StubReadiness
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class StubHandle:
 
     # True if the model has `sleep` and `wake`.
     can_sleep = False
+    # Writes its output where none is logged; None for the standard output.
+    printer: Printer | None = None
     # False for a process whose work channel stays a socket.
     may_use_slots = True
     # True once it has loaded a model, or completed a configuration.
@@ -158,7 +160,7 @@ class StubHandle:
                 undo.callback(self.bounds.release)
                 read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
                 started.callback(os.close, write_fd)
-                self._output = StubOutput(name, read_fd, options.log_lines_per_s)
+                self._output = StubOutput(name, read_fd, options.log_lines_per_s, self.printer)
                 undo.callback(self._output.close)
                 self._send(Kind.SANDBOX, self.bounds.policy.to_json())
                 fds = (work_end.fileno(), control_end.fileno(), calls_end.fileno(), write_fd)

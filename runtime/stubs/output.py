@@ -80,11 +80,12 @@ class Budget:
 class StubOutput:
     """The read end of a stub's output. For the reactor's thread, except `tail`."""
 
-    def __init__(self, instance: str, fd: int, lines_per_s: int) -> None:
-        """Own `fd`."""
+    def __init__(self, instance: str, fd: int, lines_per_s: int, printer: Printer | None = None) -> None:
+        """Own `fd`. Lines that are not logged go to `printer`, by default that of the standard output."""
         os.set_blocking(fd, False)
         self.fd = fd
         self._instance = instance
+        self._printer = printer or PRINTER
         self._budget = Budget(lines_per_s)
         self._pace = Budget(_BYTES_PER_S)
         # True if the stub has printed more than `_BYTES_PER_S`. Then its output should not be read for a moment.
@@ -164,7 +165,7 @@ class StubOutput:
         if are_logged():
             _log.log(level, "[%s] %s", self._instance, text)
         else:
-            PRINTER.say(f"[{self._instance}] {text}")
+            self._printer.say(f"[{self._instance}] {text}")
 
     def _allowed(self, lines: int = 1) -> bool:
         if not self._budget.spend(lines):
@@ -216,9 +217,10 @@ def are_logged() -> bool:
 
 
 class Printer:
-    """Writes lines to `sys.stdout`, as it is at that moment. Any thread may call any method."""
+    """Writes lines to `sys.stdout` or `sys.stderr`, as it is at that moment. Any thread may call any method."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: str = "stdout") -> None:
+        self._stream = stream
         self._outlet: Outlet[str] = Outlet("moonpool-prints", self._write, _MOST_WAITING)
         # Replaced, and never changed. So the thread of the outlet sees one or the other.
         self._context = contextvars.Context()
@@ -242,7 +244,7 @@ class Printer:
         if dropped:
             lines.append(f"{dropped} lines of models were dropped: this output is not being read")
         # The cell itself may run in its context, and no context can be entered twice. A copy leads to the same cell.
-        self._context.copy().run(_write, "".join(f"{line}\n" for line in lines))
+        self._context.copy().run(_write, self._stream, "".join(f"{line}\n" for line in lines))
 
     def follow_cells(self, read: Callable[[], object]) -> None:
         """Write lines below the cell that runs, if this is IPython. `read` reads the output of models until now.
@@ -267,8 +269,8 @@ class Printer:
         self.wait()
 
 
-def _write(text: str) -> None:
-    stream = sys.stdout
+def _write(name: str, text: str) -> None:
+    stream = getattr(sys, name)
     if stream is None:
         return
     # The stream may be closed, have no reader, or be an object of the program's that raises anything.
@@ -284,6 +286,7 @@ def _shell() -> Any:
     return None if ipython is None else ipython.get_ipython()
 
 
-PRINTER = Printer()
-os.register_at_fork(after_in_child=PRINTER.forget)
-atexit.register(PRINTER.wait)
+PRINTER, ERRORS = Printer(), Printer("stderr")
+for _each in (PRINTER, ERRORS):
+    os.register_at_fork(after_in_child=_each.forget)
+    atexit.register(_each.wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -219,6 +220,14 @@ def test_a_granted_folder_can_be_read_and_modules_are_imported_before(tmp_path: 
     assert str(moonpool.run(source).error).startswith("PermissionError")
 
 
+def test_what_an_import_prints_is_not_on_the_standard_output() -> None:
+    program = "import moonpool; print(moonpool.run('print(1); 2', imports=['this']).value)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+
+    assert ended.stdout == "2\n"
+    assert "The Zen of Python" in ended.stderr
+
+
 def test_an_environment_of_its_own_runs_the_source() -> None:
     done = moonpool.run("import sys; sys.prefix", environment=sys.prefix, timeout_s=60)
 
@@ -247,7 +256,7 @@ def test_a_model_may_run_source_in_a_program_that_it_starts(tmp_path: Path) -> N
         "def run(X: Float32[Batch]) -> Float32[Batch]:\n"
         "    command = [sys.executable, '-m', 'moonpool', 'run', '-']\n"
         "    done = subprocess.run(command, input='40 + 2', text=True, capture_output=True, check=True)\n"
-        "    return X * np.float32(done.stdout.split()[-1])\n"
+        "    return X * np.float32(done.stdout)\n"
     )
     with moonpool.Runtime() as runtime:
         runtime.load(
