@@ -6,7 +6,7 @@
 Theory of operation. A system is a folder that mmdebstrap fills with Debian's packages, which are unpacked and not
 configured: there is no compiler, no header, and nothing of this machine. It is entered with namespaces of its own for
 mounts and processes, and with 64 MiB of shared memory, as containers have. Programs of another processor run under
-qemu. `here-…` are the other versions of Python that this machine has, each in an environment of its own. The
+qemu, and this machine's pip installs there, as it would take ten minutes under qemu. `here-…` are the other versions of Python that this machine has, each in an environment of its own. The
 systems of a C library that Debian has no Python for are not there.
 
 Needs root, mmdebstrap, and the wheels in `dist`; for arm64 also qemu-user-static, arch-test and binfmt_misc.
@@ -137,7 +137,9 @@ def clean_environment() -> dict[str, str]:
 
 
 def try_out(name: str, enter: list[str], python: str, environment: str, file: str, longest: float) -> bool:
-    """Install a wheel in a new environment and run the demo. Returns whether that worked, in time, and was small."""
+    """Install a wheel in a new environment, if one is named, and run the demo. Returns whether that worked, in time, and
+    was small.
+    """
     variables = clean_environment()
 
     def do(*command: str) -> str:
@@ -149,13 +151,16 @@ def try_out(name: str, enter: list[str], python: str, environment: str, file: st
         return done.stdout
 
     try:
-        do(python, "-m", "venv", "--clear", environment)
+        if environment:
+            do(python, "-m", "venv", "--clear", environment)
+            python = f"{environment}/bin/python"
         began = time.monotonic()
-        do(f"{environment}/bin/pip", "install", "--quiet", "--disable-pip-version-check", file)
+        if environment:
+            do(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", file)
         installed = time.monotonic()
-        do(f"{environment}/bin/moonpool", "demo")
+        do(python, "-m", "moonpool", "demo")
         ended = time.monotonic()
-        told = json.loads(do(f"{environment}/bin/python", "-c", SIZES))
+        told = json.loads(do(python, "-c", SIZES))
     except RuntimeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return False
@@ -173,12 +178,28 @@ def try_out(name: str, enter: list[str], python: str, environment: str, file: st
     return not wrong
 
 
+def install_from_outside(file: Path, system: System, root: Path) -> None:
+    """Install a wheel for the Python of a system, without starting that."""
+    (library,) = (root / "usr/lib").glob("python3.*")
+    version = library.name.removeprefix("python")
+    machine = system.wheel.rpartition("manylinux_2_28_")[2]
+    platforms = [f"--platform={each}_{machine}" for each in ("manylinux_2_28", "manylinux_2_27", "manylinux2014")]
+    target = root / "usr/local/lib" / library.name / "dist-packages"
+    shutil.rmtree(target, ignore_errors=True)
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--only-binary=:all:", *platforms]
+    options += [f"--python-version={version}", f"--target={target}"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, file], check=True)
+
+
 def try_system(name: str) -> bool:
     system = SYSTEMS[name]
     root = make(name, system)
     if is_emulated(system):
         register_emulator()
     file = wheel(system.wheel)
+    if is_emulated(system):
+        install_from_outside(file, system, root)
+        return try_out(name, entering(root), "/usr/bin/python3", "", "", system.longest)
     shutil.copy(file, root)
     return try_out(name, entering(root), "/usr/bin/python3", "/opt/venv", f"/{file.name}", system.longest)
 
