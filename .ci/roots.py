@@ -151,8 +151,8 @@ def clean_environment() -> dict[str, str]:
 
 
 def try_out(name: str, enter: list[str], python: str, environment: str, file: str, longest: float) -> bool:
-    """Install a wheel in a new environment and run the demo, or without one ask a model. Returns whether that worked, in time, and
-    was small.
+    """Install a wheel in a new environment and run the demo, or without an environment ask one model. Returns whether
+    that worked, in time, and was small.
     """
     variables = clean_environment()
 
