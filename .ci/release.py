@@ -8,7 +8,7 @@ committed gets in. One compiler serves all targets: zig's, which is installed fr
 in the version that a target names, and each processor. All targets are built in one folder, one after the other, so
 Cython works once, and both processors compile. nghttp2 is compiled from Debian's source package, with its security
 patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version of a tool
-is written here, so twice the same commit gives twice the same bytes, as long as nghttp2's package is the same.
+is written here, so that twice the same commit can give twice the same bytes, as long as nghttp2's package is the same.
 
 A wheel is refused if auditwheel finds that it needs more than its tag allows, if a library in it shows more than it must,
 or if something is missing. The licenses of what is inside are listed and included.
@@ -310,16 +310,29 @@ def check(built: Path, target: Target, log: str) -> None:
     with zipfile.ZipFile(built) as packed:
         if telling := [each for each in names if str(TREE).encode() in packed.read(each)]:
             sys.exit(f"{built.name} has the path of this machine's files in {', '.join(telling)}")
-    told = json.loads(run(TOOLS / "bin/auditwheel", "show", "--json", built))
+    # Not this machine's libraries, which would be those of another C library.
+    nothing = ROOM / "nothing"
+    nothing.mkdir(exist_ok=True)
+    told = json.loads(first_object(run(TOOLS / "bin/auditwheel", "show", "--ldpaths", nothing, "--json", built)))
     symbols = json.loads(run(TOOLS / "bin/python", "-c", SYMBOLS, built))
     if wrong := [*more_than_allowed(told, target.platform), *shown_too_much(symbols)]:
         sys.exit(f"{built.name} must not be released:\n  " + "\n  ".join(wrong))
-    print(f"{built.name}: {built.stat().st_size / 1e6:.1f} MB, at least {told['overall_tag']}", flush=True)
+    print(f"{built.name}: {built.stat().st_size / 1e6:.1f} MB, accepted for {target.platform}", flush=True)
+
+
+def first_object(text: str) -> str:
+    """Return the object of JSON in what a program printed with its warnings."""
+    return text[text.index("{") : text.rindex("}") + 1]
 
 
 def more_than_allowed(told: dict[str, Any], platform: str) -> list[str]:
     """Return what auditwheel found in a wheel that its tag does not allow."""
-    wrong = [f"it needs {name}, which is not in it" for name, place in told["external_libs"].items() if not place]
+    needed = set(told["external_libs"])
+    if platform.startswith("musllinux") and needed == {"libc.so"}:
+        # zig gives musl's library the name that musl gives it. musl's loader takes each `libc.…` for itself, so also the
+        # name that Alpine gives it, which is all that auditwheel knows.
+        needed, told = set(), {**told, "overall_tag": told["sym_tag"]}
+    wrong = [f"it needs {name}, which is not in it" for name in sorted(needed)]
     if told["unsupported_isa"]:
         wrong.append("it needs a newer processor")
     found, allowed = (re.fullmatch(r"(\w+linux)_(\d+)_(\d+)_(\w+)", tag) for tag in (told["overall_tag"], platform))

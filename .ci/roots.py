@@ -7,8 +7,8 @@ Theory of operation. A system is a folder that mmdebstrap fills with Debian's pa
 configured: there is no compiler, no header, and nothing of this machine. It is entered with namespaces of its own for
 mounts and processes, and with 64 MiB of shared memory, as containers have. Programs of another processor run under
 qemu. It is so slow that this machine's pip installs there, and that one model answers in place of the demo, whose
-deadlines are those of a processor. `here-…` are the other versions of Python that this machine has, each in an environment of its own. The
-systems of a C library that Debian has no Python for are not there.
+deadlines are those of a processor. `here-…` are the other versions of Python that this machine has, each in an
+environment of its own. The systems of a C library that Debian has no Python for are not there.
 
 Needs root, mmdebstrap, and the wheels in `dist`; for arm64 also qemu-user-static, arch-test and binfmt_misc.
 """

@@ -72,6 +72,14 @@ def test_a_wheel_that_needs_more_is_refused(release: Any, changes: dict[str, Any
     assert len(release.more_than_allowed(told(**changes), "manylinux_2_28_x86_64")) == 1
 
 
+def test_musl_s_own_name_of_the_c_library_is_that_of_the_c_library(release: Any) -> None:
+    found = told(overall_tag="linux_x86_64", sym_tag="musllinux_1_2_x86_64", external_libs={"libc.so": None})
+    assert release.more_than_allowed(found, "musllinux_1_2_x86_64") == []
+    assert len(release.more_than_allowed(found, "manylinux_2_28_x86_64")) == 2
+    found["external_libs"]["libstdc++.so.6"] = None
+    assert len(release.more_than_allowed(found, "musllinux_1_2_x86_64")) == 3
+
+
 def test_each_target_has_a_tag_that_can_be_compared(release: Any) -> None:
     for target in release.TARGETS:
         assert release.more_than_allowed(told(overall_tag=target.platform), target.platform) == []
