@@ -26,7 +26,7 @@ import history  # noqa: E402
 import specification  # noqa: E402
 
 project = "moonpool"
-html_title = "moonpool"
+html_title = f"moonpool {moonpool.__version__}"
 html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
