@@ -85,7 +85,7 @@ def rehearse(times: int = 1) -> None:
         # No part of either packet lies in a file.
         SourceRun().answer(values.parcel(asked, -1), os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     sys.modules["__main__"] = before
-    del linecache.cache[SOURCE]
+    linecache.cache.pop(SOURCE, None)
 
 
 class SourceRun:
