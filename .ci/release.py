@@ -8,7 +8,7 @@ committed gets in. One compiler serves all targets: zig's, which is installed fr
 in the version that a target names, and each processor. All targets are built in one folder, one after the other, so
 Cython works once, and both processors compile. nghttp2 is compiled from Debian's source package, with its security
 patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version of a tool
-is written here, so that twice the same commit can give twice the same bytes, as long as nghttp2's package is the same.
+is written here, so that twice the same commit gives twice the same bytes, as long as nghttp2's package is the same.
 
 A wheel is refused if auditwheel finds that it needs more than its tag allows, if a library in it shows more than it must,
 or if something is missing. The licenses of what is inside are listed and included.
