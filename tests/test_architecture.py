@@ -23,6 +23,7 @@ OTHERS = {
     "moonpool-bench",
     "moonpool-environment.json",
     "moonpool-hosts",
+    "moonpool-hub",
     "moonpool-ingress",
     "moonpool-message",
     "moonpool-model",
