@@ -195,7 +195,9 @@ def zig(language: str) -> str:
     """Return the command of zig's compiler, for all machines of this one's kind."""
     library = "gnu.2.28" if platform.libc_ver()[0] == "glibc" else "musl"
     target = f"{platform.machine()}-linux-{library}"
-    return shlex.join([sys.executable, "-m", "ziglang", language, "-target", target])
+    # Debian's headers of Python include one from there. zig's own headers of the C library go first.
+    folder = str(Path(sysconfig.get_path("include")).parent)
+    return shlex.join([sys.executable, "-m", "ziglang", language, "-target", target, "-idirafter", folder])
 
 
 def has_headers() -> bool:
@@ -229,7 +231,9 @@ def extensions() -> list[Extension]:
         else:
             found += modules
     if found and "ziglang" in (command := compiler() or ""):
-        os.environ.update(CC=zig("cc"), CXX=command)
+        # The linker, too, as zig does not know all options of the one that made this Python.
+        shared = f"{command} -shared"
+        os.environ.update(CC=zig("cc"), CXX=command, LDSHARED=shared, LDCXXSHARED=shared)
     return found
 
 

@@ -15,8 +15,12 @@ PyAPI_FUNC(PyObject*)
 PyObject_VectorcallMethod(PyObject* name, PyObject* const* args, size_t nargsf, PyObject* kwnames);
 PyAPI_FUNC(PyObject*) PyVectorcall_Call(PyObject* callable, PyObject* tuple, PyObject* dict);
 }
+#ifndef PY_VECTORCALL_ARGUMENTS_OFFSET
 #define PY_VECTORCALL_ARGUMENTS_OFFSET (static_cast<size_t>(1) << (8 * sizeof(size_t) - 1))
-static inline Py_ssize_t PyVectorcall_NARGS(size_t n) {
+#endif
+static inline Py_ssize_t moonpool_vectorcall_nargs(size_t n) {
   return static_cast<Py_ssize_t>(n & ~PY_VECTORCALL_ARGUMENTS_OFFSET);
 }
+// Headers from 3.12 on declare a function of that name, which 3.11 does not export.
+#define PyVectorcall_NARGS moonpool_vectorcall_nargs
 #endif
