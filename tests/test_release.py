@@ -161,9 +161,9 @@ def test_a_filter_of_system_calls_depends_on_the_capabilities(tmp_path: Path) ->
 def setup(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return setup.py on a machine with make and Python's headers, and without a compiler."""
     monkeypatch.chdir(ROOT)
-    # It changes these two, which `monkeypatch` puts back.
-    for variable, compiler in (("CC", "gcc"), ("CXX", "g++")):
-        monkeypatch.setenv(variable, compiler)
+    # It changes these, which `monkeypatch` puts back.
+    for variable, command in (("CC", "gcc"), ("CXX", "g++"), ("LDSHARED", "gcc"), ("LDCXXSHARED", "g++")):
+        monkeypatch.setenv(variable, command)
     for variable in ("MOONPOOL_BUILD_EXTENSIONS", "MOONPOOL_BUILD_TRITON"):
         monkeypatch.delenv(variable, raising=False)
     made = program(ROOT / "setup.py")
