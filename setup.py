@@ -231,8 +231,9 @@ def extensions() -> list[Extension]:
         else:
             found += modules
     if found and "ziglang" in (command := compiler() or ""):
-        # The linker, too, as zig does not know all options of the one that made this Python.
-        shared = f"{command} -shared"
+        # The linker, too, as zig does not know all options of the one that made this Python. The debugging information of
+        # zig's C++ library would be most of an extension.
+        shared = f"{command} -shared -Wl,--strip-debug"
         os.environ.update(CC=zig("cc"), CXX=command, LDSHARED=shared, LDCXXSHARED=shared)
     return found
 
