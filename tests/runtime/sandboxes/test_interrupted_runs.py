@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HEAD = """
-import asyncio, ctypes, os, random, signal, sys, tempfile, threading, time
+import asyncio, ctypes, os, random, signal, sys, tempfile, threading, time, warnings
 import moonpool
 from moonpool.runtime.sandboxes import pool, worker
 from moonpool.runtime.sandboxes.pool import close_pool
@@ -57,6 +57,8 @@ random.seed(int(sys.argv[1]))
 kind = sys.argv[2]
 if kind != "cold":
     moonpool.run("1")
+# Python's own: `asyncio.run` says so if it is interrupted at its end.
+warnings.filterwarnings("ignore", r"coroutine 'BaseEventLoop\\.", RuntimeWarning)
 interrupted = 0
 for _ in range(25):
     if kind == "cold":
@@ -94,6 +96,10 @@ where = sys.argv[1]
 
 def interrupt():
     if where.startswith("thrown"):
+        # Python has a thread that is being started under its parent's number until it runs, and would throw there: then
+        # `Thread.start` waits for ever.
+        while threading._limbo:
+            time.sleep(0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(victim), ctypes.py_object(KeyboardInterrupt))
     else:
         os.kill(os.getpid(), signal.SIGINT)
@@ -130,7 +136,10 @@ elif where.endswith("imports"):
 elif where.endswith("at work"):
     source, tell = "print(1)\\nwhile True: pass", lambda *_: interrupt()
 elif where.endswith("waits"):
-    both = [threading.Thread(target=moonpool.run, args=("while True: pass",), daemon=True) for _ in range(pool.MOST_WORKERS)]
+    def begin() -> threading.Thread:
+        return threading.Thread(target=moonpool.run, args=("while True: pass",), daemon=True)
+
+    both = [begin() for _ in range(pool.MOST_WORKERS)]
     for each in both:
         each.start()
     while pool._pool is None or len(pool._pool._all) < pool.MOST_WORKERS or pool._pool._idle:
@@ -146,6 +155,8 @@ def go():
         time.sleep(0.2)
     except KeyboardInterrupt:
         outcomes.append("interrupted")
+    finally:
+        victim = 0  # another thread may get this number
 
 if where.startswith("thrown"):
     thread = threading.Thread(target=go)
