@@ -11,9 +11,9 @@ one wheel serves every CPython from 3.11 on. An editable installation compiles t
 The library for tritonserver is no Python module. A wheel without it works for everything but Triton. A wheel has a copy
 of nghttp2 where it was built with one.
 
-Where Python's headers are and no compiler is, the build asks for zig, a compiler that is installed from a wheel. Without
-headers, moonpool is built without extensions. So it is for a Python without its lock, for which nothing of the limited
-API can be compiled.
+Where Python's headers are and no compiler is, the build asks for zig, a compiler that is installed from a wheel.
+Without headers, moonpool is built without extensions. So it is for a Python without its lock, for which nothing of the
+limited API can be compiled.
 
 Wheels for other machines are cross-compiled by `.ci/release.py`, which sets `CC` and `CXX`, `_PYTHON_HOST_PLATFORM`,
 and the copy of nghttp2.
@@ -55,7 +55,8 @@ SWITCH = "MOONPOOL_BUILD_TRITON"
 EXTENSIONS_SWITCH = "MOONPOOL_BUILD_EXTENSIONS"
 # A file: the copy of nghttp2 for the wheel, in place of this machine's.
 NGHTTP2_SWITCH = "MOONPOOL_BUILD_NGHTTP2"
-# A C++ compiler that is installed from a wheel, for machines that have none. It takes no options for one processor alone.
+# A C++ compiler that is installed from a wheel, for machines that have none. It takes no options for one processor
+# alone.
 ZIG = "ziglang~=0.17.1"
 ZIG_MACHINES = ("x86_64", "aarch64")
 # Of Cython: everything is checked, as in Python, and the annotations of modules in Python are for readers alone.
@@ -231,8 +232,8 @@ def extensions() -> list[Extension]:
         else:
             found += modules
     if found and "ziglang" in (command := compiler() or ""):
-        # The linker, too, as zig does not know all options of the one that made this Python. The debugging information of
-        # zig's C++ library would be most of an extension.
+        # The linker, too, as zig does not know all options of the one that made this Python. The debugging information
+        # of zig's C++ library would be most of an extension.
         shared = f"{command} -shared -Wl,--strip-debug"
         os.environ.update(CC=zig("cc"), CXX=command, LDSHARED=shared, LDCXXSHARED=shared)
     return found

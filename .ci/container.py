@@ -3,9 +3,9 @@
     unshare --net --mount --pid --fork --mount-proc python .ci/container.py IMAGE
 
 Theory of operation. umoci unpacks the image, and runc starts it with what the manifests in `deploy/kubernetes` say: a
-read-only root, scratch in memory, no new privileges, no capability, a user without rights, and every model at `strict`. The
-filter of system calls is the one that podman and CRI-O use by default, if this machine has their file. Once more it is
-root in the container, with the five capabilities that give each model a user of its own. The network is that of this
+read-only root, scratch in memory, no new privileges, no capability, a user without rights, and every model at `strict`.
+The filter of system calls is the one that podman and CRI-O use by default, if this machine has their file. Once more it
+is root in the container, with the five capabilities that give each model a user of its own. The network is that of this
 program, so it must have one of its own.
 
 Needs root, umoci and runc.

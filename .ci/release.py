@@ -10,8 +10,8 @@ Cython works once, and both processors compile. nghttp2 is compiled from Debian'
 patches, whose signature apt checks. Every time stamp is the commit's, every path relative, and every version of a tool
 is written here, so that twice the same commit gives twice the same bytes, as long as nghttp2's package is the same.
 
-A wheel is refused if auditwheel finds that it needs more than its tag allows, if a library in it shows more than it must,
-or if something is missing. The licenses of what is inside are listed and included.
+A wheel is refused if auditwheel finds that it needs more than its tag allows, if a library in it shows more than it
+must, or if something is missing. The licenses of what is inside are listed and included.
 
 Needs Debian or Ubuntu with apt, dpkg-dev and patch, git, make and Python 3.11.
 """
@@ -329,8 +329,8 @@ def more_than_allowed(told: dict[str, Any], platform: str) -> list[str]:
     """Return what auditwheel found in a wheel that its tag does not allow."""
     needed = set(told["external_libs"])
     if platform.startswith("musllinux") and needed == {"libc.so"}:
-        # zig gives musl's library the name that musl gives it. musl's loader takes each `libc.…` for itself, so also the
-        # name that Alpine gives it, which is all that auditwheel knows.
+        # zig gives musl's library the name that musl gives it. musl's loader takes each `libc.…` for itself, so also
+        # the name that Alpine gives it, which is all that auditwheel knows.
         needed, told = set(), {**told, "overall_tag": told["sym_tag"]}
     wrong = [f"it needs {name}, which is not in it" for name in sorted(needed)]
     if told["unsupported_isa"]:
@@ -424,7 +424,8 @@ def bill_of_materials(built: Path) -> None:
     run(TOOLS / "bin/python", "-c", VALIDATE, made)
 
 
-# Linked into each library in a wheel, from zig's sources of it; ziglang is the package that has them, and its own runtime.
+# Linked into each library in a wheel, from zig's sources of it; ziglang is the package that has them, and its own
+# runtime.
 LINKED = ["libcxx", "libcxxabi", "libunwind"]
 
 

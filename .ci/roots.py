@@ -123,8 +123,6 @@ def make(name: str, system: System) -> Path:
     root = ROOM / name
     if root.exists():
         return root
-    if is_emulated(system):
-        register_emulator()
     ROOM.mkdir(parents=True, exist_ok=True)
     options = [f"--architectures={system.architecture}", "--variant=extract", f"--include={','.join(PACKAGES)}"]
     # A mirror of the suite that changes daily may be a few weeks old.
@@ -181,7 +179,8 @@ def try_out(name: str, enter: list[str], python: str, environment: str, file: st
     own = {each: size / 1e6 for each, size in told["sizes"].items() if each not in ("pip", "setuptools")}
     seconds, megabytes = ended - began, sum(own.values())
     print(
-        f"{name}: Python {told['python']}, {seconds:.0f} s ({installed - began:.0f} s pip, {ended - installed:.0f} s moonpool), "
+        f"{name}: Python {told['python']}, "
+        f"{seconds:.0f} s ({installed - began:.0f} s pip, {ended - installed:.0f} s moonpool), "
         f"{megabytes:.1f} MB ({', '.join(f'{each} {size:.1f}' for each, size in sorted(own.items()))})",
         flush=True,
     )
@@ -207,11 +206,11 @@ def install_from_outside(file: Path, system: System, root: Path) -> None:
 
 def try_system(name: str) -> bool:
     system = SYSTEMS[name]
-    root = make(name, system)
-    if is_emulated(system):
+    emulated = is_emulated(system)
+    if emulated:
         register_emulator()
-    file = wheel(system.wheel)
-    if is_emulated(system):
+    root, file = make(name, system), wheel(system.wheel)
+    if emulated:
         install_from_outside(file, system, root)
         return try_out(name, entering(root), "/usr/bin/python3", "", "", system.longest)
     shutil.copy(file, root)

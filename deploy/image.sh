@@ -3,7 +3,8 @@
 #
 #     bash deploy/image.sh dist/moonpool-…-manylinux_2_28_x86_64.whl image [EXTRAS]
 #
-# The folder `image` becomes an OCI layout with one tag, `moonpool`. `skopeo copy oci:image:moonpool docker://…` uploads it.
+# The folder `image` becomes an OCI layout with one tag, `moonpool`. `skopeo copy oci:image:moonpool docker://…` uploads
+# it.
 # EXTRAS names what models need beside the server, such as serve,onnx. Needs root, mmdebstrap, umoci, and a pip.
 set -euo pipefail
 wheel=$(realpath "$1")
@@ -14,10 +15,10 @@ room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 root=$room/root
 
-# The packages are unpacked and not configured, which these need not be. numpy needs libstdc++; coreutils and dash are for
-# the hooks of a pod.
-mmdebstrap --quiet --variant=extract --include=base-files,ca-certificates,coreutils,dash,libstdc++6,python3 "$suite" "$root" \
-  http://deb.debian.org/debian
+# The packages are unpacked and not configured, which these need not be. numpy needs libstdc++; coreutils and dash are
+# for the hooks of a pod.
+packages=base-files,ca-certificates,coreutils,dash,libstdc++6,python3
+mmdebstrap --quiet --variant=extract --include="$packages" "$suite" "$root" http://deb.debian.org/debian
 # What a server does not need: languages, manuals, documents but licenses, and programs for packages.
 find "$root/usr/share/doc" -type f -not -name copyright -delete
 rm -rf "$root"/usr/share/{bash-completion,info,lintian,locale,man,perl5,pixmaps,zoneinfo} "$root"/var/{cache,lib}/*

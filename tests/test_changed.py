@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.programs import load_program
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / ".ci" / "changed.py"
@@ -39,12 +39,7 @@ def changed(tmp_path: Path) -> ModuleType:
     for words in ("init --quiet --initial-branch main", "add .", "commit --quiet --message all"):
         author = ("-c", "user.name=tests", "-c", "user.email=tests@example.org")
         subprocess.run(["git", "-C", tmp_path, *author, *words.split()], check=True)
-    spec = importlib.util.spec_from_file_location("changed", tmp_path / ".ci" / "changed.py")
-    if spec is None or spec.loader is None:
-        pytest.fail("the program cannot be imported")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(tmp_path / ".ci" / "changed.py")
 
 
 def found_for(changed: ModuleType, name: str) -> set[str]:

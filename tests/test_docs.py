@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import configparser
-import importlib.util
 import json
 import re
 import shlex
@@ -21,6 +20,7 @@ import pytest
 import yaml
 from tests.forks import Forks
 from tests.pages import SHELL, Reader, blocks, lines_of
+from tests.programs import load_program
 from tests.runtime.cli.shell import MODELS, PACKAGE
 from tests.triton.differences import TESTS
 
@@ -42,14 +42,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documents are not
 
 def tool(name: str) -> ModuleType:
     """A program of the folder docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    if spec is None or spec.loader is None:
-        pytest.fail(f"docs/{name}.py is missing")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look for their module there.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_program(DOCS / f"{name}.py")
 
 
 def diagrams() -> ModuleType:

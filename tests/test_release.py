@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import importlib.util
 import io
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import load_program
 
 ROOT = Path(__file__).parent.parent
 CI = ROOT / ".ci"
@@ -25,25 +24,9 @@ MOMENT = (2026, 11, 29, 12, 30, 31)
 pytestmark = pytest.mark.skipif(not CI.is_dir(), reason="only the tests are here, without what makes a release")
 
 
-def program(file: Path) -> Any:
-    """Import a program."""
-    name = f"tried_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Data classes look there for the module that they are in.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
-    return module
-
-
 @pytest.fixture(scope="module")
 def release() -> Any:
-    return program(CI / "release.py")
+    return load_program(CI / "release.py")
 
 
 def told(**changes: Any) -> dict[str, Any]:
@@ -132,7 +115,7 @@ def test_a_wheel_names_and_has_the_licenses_of_what_is_inside(release: Any, tmp_
 
 
 def test_a_filter_of_system_calls_depends_on_the_capabilities(tmp_path: Path) -> None:
-    container = program(CI / "container.py")
+    container: Any = load_program(CI / "container.py")
     rules = [
         {"names": ["read"], "action": "SCMP_ACT_ALLOW", "args": [], "includes": {}, "excludes": {}},
         {"names": ["mount"], "action": "SCMP_ACT_ALLOW", "includes": {"caps": ["CAP_SYS_ADMIN"]}},
@@ -166,7 +149,7 @@ def setup(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(variable, command)
     for variable in ("MOONPOOL_BUILD_EXTENSIONS", "MOONPOOL_BUILD_TRITON"):
         monkeypatch.delenv(variable, raising=False)
-    made = program(ROOT / "setup.py")
+    made = load_program(ROOT / "setup.py")
     monkeypatch.setattr(made.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
     monkeypatch.setattr(made.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(made, "has_headers", lambda: True)

@@ -25,7 +25,7 @@ from moonpool.benchmarks.suites.rounds import in_turns
 from moonpool.runtime.process.usage import memory_of, with_descendants
 
 _LOOP = "import sys, numpy\nfor line in sys.stdin: print(eval(line), flush=True)"
-_BWRAP = ("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-all")
+BWRAP = ("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-all")
 _CALLS = 20
 # A root of their own, since a container cannot leave the machine's, and cgroups of one version, which crun wants. `$1`
 # is a folder.
@@ -159,7 +159,7 @@ def _commands(report: Report, within: Sequence[str], root: Path) -> Iterator[tup
     interpreter = [sys.executable, "-c", _LOOP]
     yield "python", interpreter
     if shutil.which("bwrap"):
-        yield "bubblewrap", [*_BWRAP, *interpreter]
+        yield "bubblewrap", [*BWRAP, *interpreter]
     else:
         report.skipped("bubblewrap", "it is not installed")
     for runtime in ("crun", "runc", "runsc"):
@@ -220,8 +220,9 @@ def measure(report: Report, quick: bool) -> None:
                 report.ratio(f"start, {name} over moonpool.Sandbox", starts[name].over(starts["moonpool.Sandbox"]))
     _subinterpreters(report, rounds)
     report.note(
-        "A Sandbox is a fork of a process that waits with numpy, all others start an interpreter; memory is that of all "
-        "processes of each, of moonpool's with the one that waits. Containers have what `spec` of their runtime writes: no "
+        "A Sandbox is a fork of a process that waits with numpy, all others start an interpreter; memory is that of "
+        "all processes of each, of moonpool's with the one that waits. Containers have what `spec` of their runtime "
+        "writes: no "
         "filter of system calls, and this machine's files, read-only."
     )
 

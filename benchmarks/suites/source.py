@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 import moonpool
+from moonpool.benchmarks.suites.contained import BWRAP
 from moonpool.benchmarks.suites.report import Report, main
 from moonpool.benchmarks.suites.rounds import in_turns
 from moonpool.runtime.process.usage import memory_of, with_descendants
@@ -22,7 +23,6 @@ _BYTES = 16 << 20
 # Enough for the process of the next run to be forked.
 _PAUSE_S = 0.03
 _WITH_NUMPY = "import numpy; print(1 + 1)"
-_BWRAP = ("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-all")
 
 
 def add_one(x: int) -> int:
@@ -54,7 +54,7 @@ def _others(report: Report) -> dict[str, Callable[[], object]]:
     interpreter = [sys.executable, "-c", _WITH_NUMPY]
     found["python -c"] = partial(_program, interpreter)
     if shutil.which("bwrap"):
-        found["bwrap python -c"] = partial(_program, [*_BWRAP, *interpreter])
+        found["bwrap python -c"] = partial(_program, [*BWRAP, *interpreter])
     else:
         report.skipped("bwrap python -c", "bubblewrap is not installed")
     return found

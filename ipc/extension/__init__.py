@@ -31,7 +31,7 @@ _KINDS = ("cpp", "h", "pyx", "pxd")
 _PACKAGE = Path(__file__).parents[2]
 
 
-# The extensions that were compared with their sources, as they were then. It takes a millisecond.
+# The extensions that were compared with their sources, as they were then. A comparison takes a millisecond.
 _compared: dict[str, tuple[ModuleType, str]] = {}
 
 

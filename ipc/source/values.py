@@ -322,7 +322,7 @@ def _check_depth(value: object) -> None:
                 below += each.values()
         # msgpack makes objects of its own of times.
         if any(type(each) not in _READ for each in below):
-            raise RemoteProtocolError("a value of a class that none has")
+            raise RemoteProtocolError("a value of a class that values do not have")
         level = [each for each in below if type(each) in (list, dict)]
         if not level:
             return

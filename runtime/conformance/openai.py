@@ -74,7 +74,7 @@ class _Question(NamedTuple):
     pieces: bool = False
     """The answer is a stream of events, each with this form."""
     also: Callable[[Any], bool] = bool
-    """What else holds for the body, or for the list of pieces."""
+    """Returns whether the body, or the list of pieces, is what the request asked for."""
 
 
 def wrong(value: Any, form: Any, place: str = "") -> Iterator[str]:
@@ -271,10 +271,10 @@ def outcomes(
 
 
 def _outcome(server: AskedServer, question: _Question) -> Outcome:
-    case = Case(question.name, "HTTP", question.extension, lambda _: None)
+    case = Case(question.name, "HTTP", question.extension, lambda asked: asked.send(question.request))
     expected = " or ".join(map(str, question.status))
     try:
-        reply: WireReply = server.send(question.request)
+        reply: WireReply = case.ask(server)
     except (OSError, http.client.HTTPException) as error:
         return Outcome(case, "fails", expected, f"{type(error).__name__}: {error}")
     found = [*_faults(question, reply)]
@@ -299,15 +299,8 @@ def _faults(question: _Question, reply: WireReply) -> Iterator[str]:
     except (ValueError, IndexError) as error:
         yield f"{error}: {_short(reply.body)}"
         return
-    faults = [*_parts(question, body)]
-    yield from faults
-    if not faults:
-        yield from _others(question, body)
-
-
-def _parts(question: _Question, body: Any) -> Iterator[str]:
-    for each in body if question.pieces else (body,):
-        yield from wrong(each, question.form)
+    faults = [fault for each in (body if question.pieces else [body]) for fault in wrong(each, question.form)]
+    yield from faults or _others(question, body)
 
 
 def _others(question: _Question, body: Any) -> Iterator[str]:

@@ -71,12 +71,18 @@ def addresses_of(pid: int) -> int:
 def peak_bytes_of(pid: int) -> int:
     """Return the most memory that a process has had at a time; 0 if it has ended."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            # The kernel escapes the ends of lines in a name, so no process can forge a row.
-            _, _, row = file.read().partition(b"\nVmHWM:")
-        return int(row.split(None, 1)[0]) << 10
-    except (OSError, IndexError):
+        (row,) = status_rows(pid, b"VmHWM")
+    except OSError:
         return 0
+    return int(row[0]) << 10 if row else 0
+
+
+def status_rows(pid: int, *names: bytes) -> list[list[bytes]]:
+    """Return the words of rows of /proc/PID/status, none for a row that is not there. Raises OSError."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        text = file.read()
+    # The kernel escapes the ends of lines in a name, so no process can forge a row.
+    return [text.partition(b"\n%b:" % name)[2].partition(b"\n")[0].split() for name in names]
 
 
 def with_descendants(pids: Iterable[int]) -> list[int]:

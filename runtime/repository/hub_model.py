@@ -30,8 +30,8 @@ _READ = (_CONFIG, _MODULES, _INDEX, _PICKLE_INDEX, "tokenizer_config.json", "pre
 ROOTS = frozenset({_CONFIG, _MODULES, "preprocessor_config.json"})
 # Names without characters that terminals obey.
 _COPIED = re.compile(
-    r"[\w.+-]+\.json|tokenizer\.model|sentencepiece\.bpe\.model|spiece\.model|[\w.+-]+\.spm|vocab\.(txt|bpe)|merges\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/[\w.+-]+\.jinja"
+    r"[\w.+-]+\.json|tokenizer\.model|sentencepiece\.bpe\.model|spiece\.model|[\w.+-]+\.spm|vocab\.(txt|bpe)"
+    r"|merges\.txt|chat_template\.jinja|additional_chat_templates/[\w.+-]+\.jinja"
     r"|[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)"
 )
 _SHARD, _CODE = re.compile(r"[\w.+-]+\.(bin|safetensors)"), re.compile(r"[\w./+-]+\.py")
@@ -248,8 +248,8 @@ class _Description:
         if pickles:
             raise self._refusal(
                 f"it has no weights in safetensors, only pickles, which are programs: {_listed(pickles)}. "
-                f"{PICKLED_WEIGHTS}={self._commit} lets its process at its sandbox level read {_PICKLE}; `moonpool convert "
-                f"{self._url}@{self._commit} FOLDER --pickled-weights={self._commit}` makes safetensors of it, once"
+                f"{PICKLED_WEIGHTS}={self._commit} lets its process at its sandbox level read {_PICKLE}; "
+                f"`moonpool convert {self._url}@{self._commit} FOLDER --pickled-weights={self._commit}` makes safetensors of it, once"
             )
         raise self._refusal(f"it has neither {_WEIGHTS} nor {_INDEX}")
 

@@ -57,10 +57,10 @@ class HostCalls:
     def answer(self, call: Any) -> values.Written:
         """Make a call, and return what the source gets of it. Raises `RemoteProtocolError`, `Abandoned`."""
         if not isinstance(call, list) or len(call) != 3:
-            raise RemoteProtocolError("a call that is none")
+            raise RemoteProtocolError("a packet that is no call")
         name, arguments, named = call
         if not isinstance(name, str) or not isinstance(arguments, list) or not isinstance(named, dict):
-            raise RemoteProtocolError("a call that is none")
+            raise RemoteProtocolError("a packet that is no call")
         if not all(isinstance(key, str) for key in named):
             raise RemoteProtocolError("a call with arguments of no name")
         self.count += 1

@@ -237,7 +237,7 @@ class _Call:
 
 
 class _InCalls(threading.local):
-    """Counts the functions of callers that go on, each called in a run of the one before, and the last one here."""
+    """Counts the calls that this thread is in: each is of a function, by a run that the one before had begun."""
 
     count = 0
 
@@ -277,8 +277,11 @@ class _Run(_Call):
             calls = self.calls(self._limits.calls, here)
             with self.cancellation.by(running.process.kill):
                 ended = _asked(running, self._request, self._limits, self._timeout_s, calls)
-            was_ended = lambda: self.cancellation.is_set or not worker.is_healthy  # noqa: E731 - asked at the end
-            return _result(running, ended, self._limits, self._timeout_s, was_ended, calls)
+
+            def was_killed() -> bool:
+                return self.cancellation.is_set or not worker.is_healthy
+
+            return _result(running, ended, self._limits, self._timeout_s, was_killed, calls)
         finally:
             pool.give_back(worker)
 

@@ -56,6 +56,7 @@ from moonpool.runtime.model.config.options import ModelOptions
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.restart import GiveUp, RestartPolicy
 from moonpool.runtime.process.threads import start_thread
+from moonpool.runtime.process.usage import status_rows
 from moonpool.runtime.schedule.failures import is_shortage
 from moonpool.runtime.stubs.handle import StubHandle
 
@@ -458,13 +459,10 @@ def _child(pid: int, parent_pid: int) -> tuple[int, int]:
 def _parent_and_number(pid: int) -> tuple[int, int]:
     """Return the parent of a process, and its pid in its own namespace; -1 for both if it is gone."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            rows = file.read().split(b"\n")
+        parent, numbers = status_rows(pid, b"PPid", b"NSpid")
     except OSError:
         return -1, -1
-    # The kernel escapes the ends of lines in a name, so no process can forge a row.
-    parent = next(int(row.split()[1]) for row in rows if row.startswith(b"PPid:"))
-    return parent, next((int(row.split()[-1]) for row in rows if row.startswith(b"NSpid:")), pid)
+    return int(parent[0]), int(numbers[-1]) if numbers else pid
 
 
 # pidfd_send_signal(2), since Linux 6.9.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from collections.abc import Iterator
 from types import ModuleType
@@ -13,6 +12,7 @@ import yaml
 from tests.deploy import schemas
 from tests.deploy.manifests import DEPLOY, Manifest
 from tests.deploy.test_manifests import complaints, definitions, options_of
+from tests.programs import load_program
 
 from moonpool.runtime.version import VERSION
 
@@ -39,11 +39,7 @@ EVERYTHING = {
 @pytest.fixture(scope="module")
 def chart() -> ModuleType:
     """Return the program that renders the chart."""
-    spec = importlib.util.spec_from_file_location("manifests", DEPLOY.parent / ".ci" / "manifests.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(".ci/manifests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_program(DEPLOY.parent / ".ci" / "manifests.py")
     if module.helm() is None:
         pytest.skip("there is no Helm: bash .ci/run schemas")
     return module

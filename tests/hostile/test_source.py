@@ -236,7 +236,7 @@ FORGED = {
     "arguments of no name": ("call(['f', [], {5: 1}])", False),
     "no list": ("call({'f': 1})", False),
     "more": ("call(['f', [], {}, 1])", False),
-    "a name that is none": ("call([['f'], [], {}])", False),
+    "a name that is no text": ("call([['f'], [], {}])", False),
     "memory that was not written": ("call(['f', [], {}], 1 << 20)", False),
     "memory that there is not": ("call(['f', [], {}], 1 << 60)", False),
     "a class of msgpack": ("channel.send(b'\\xc1' + pack([bytes.fromhex('d6ff00000000'), 0, 6, 0]))", False),

@@ -574,8 +574,8 @@ OPTIONS = (
         "prefork",
         PREFORK,
         "Fork instances from a process that has imported numpy (in a sandbox from best-effort on: start them from a"
-        " spare, see SANDBOX.md), or from one of the model, made after its imports or after its `initialize`, instead of"
-        " starting each anew. See PREFORK.md.",
+        " spare, see SANDBOX.md), or from one of the model, made after its imports or after its `initialize`, instead"
+        " of starting each anew. See PREFORK.md.",
     ),
     Option(
         "MOONPOOL_COMPILE_CACHE",

@@ -127,7 +127,8 @@ Launcher::~Launcher() {
 void Launcher::spawn(const std::string& backend) {
   auto [interpreter, program] = settings();
   if (!posix_spawn_file_actions_addclosefrom_np) {
-    throw Failure(triton::kUnavailable, "the C library is older than glibc 2.34, which hosting models in tritonserver needs");
+    throw Failure(triton::kUnavailable,
+                  "the C library is older than glibc 2.34, which hosting models in tritonserver needs");
   }
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) < 0) {
