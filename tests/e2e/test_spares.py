@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import moonpool
 from moonpool.runtime.isolation import spares
 from moonpool.runtime.isolation.spares import Spares
 from moonpool.runtime.process.child import SpawnedProcess, boot_command
+from moonpool.runtime.process.process_tree import children_of
 from moonpool.runtime.process.spawner import where_processes_start
 from moonpool.runtime.stubs.handle import StubHandle
 
@@ -139,6 +140,16 @@ def spare_of(runtime: moonpool.Runtime) -> int:
 def has_ready(runtime: moonpool.Runtime, count: int) -> bool:
     pool = pool_of(runtime)
     return not pool.is_making and len(pool.waiting) == count
+
+
+def waiting_processes() -> list[int]:
+    """The children of this process that wait for a model, or start to."""
+    found = []
+    for pid in children_of(os.getpid()):
+        with suppress(OSError):
+            if SPARE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def pid_of(runtime: moonpool.Runtime, name: str = "m") -> int:
@@ -528,7 +539,7 @@ def test_a_load_waits_for_the_spare_in_the_making(
 ) -> None:
     monkeypatch.setattr(spares, "SETTLE_S", 0.0)
     with loaded(runtime, file, "spare"):
-        wait_until(lambda: pool_of(runtime).is_making)
+        wait_until(waiting_processes, what="a process that will be a spare")
         runtime.load("n", file, config=config())
         assert ways(runtime)["spare"] == 2
     runtime.unload("n")
