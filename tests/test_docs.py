@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -105,6 +105,41 @@ def test_the_history_has_all_runs_of_each_benchmark() -> None:
         found = history.runs(file)
         assert found[-1].machine == json.loads(file.read_text().splitlines()[0])["machine"]
         assert [run.head for run in found if run.head not in page] == []
+
+
+# What a site is made by, in the place of Sphinx: it lies where a tree's own modules are looked for first.
+WRITER = """
+import os, sys
+site = sys.argv[-1]
+os.makedirs(site)
+with open(os.path.join(site, "index.html"), "w") as page:
+    page.write(f"{open('page').read()} beside {os.environ['MOONPOOL_VERSIONS']}")
+"""
+
+
+@pytest.mark.parametrize("tags", [(), ("v0.9", "v0.10.1", "v1-wrong")], ids=["none", "two"])
+def test_the_sites_of_releases_lie_beside_each_other(tags: tuple[str, ...], tmp_path: Path) -> None:
+    tree, sites = tmp_path / "tree", tmp_path / "sites"
+    (tree / "src").mkdir(parents=True)
+    (tree / "src" / "sphinx.py").write_text(WRITER)
+    git = partial(subprocess.run, cwd=tree, check=True, capture_output=True)
+    git(["git", "init", "--quiet"])
+    for text in (*tags, "as it is"):
+        (tree / "page").write_text(text)
+        git(["git", "add", "."])
+        if text in tags:
+            git(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", text])
+            git(["git", "tag", text])
+
+    tool("versions").build_all(tree, sites)
+
+    pages = {page.parent.name: page.read_text() for page in sites.glob("*/index.html")}
+    names = "next 0.10.1 0.9" if tags else "next"
+    assert pages["next"] == f"as it is beside {names}"
+    assert set(pages) == set(names.split())
+    assert all(pages[tag.removeprefix("v")] == f"{tag} beside {names}" for tag in tags[:2])
+    assert f"url={'0.10.1' if tags else 'next'}/index.html" in (sites / "index.html").read_text()
+    assert len(git(["git", "worktree", "list"]).stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize("module", [moonpool, moonpool.errors, moonpool.testing], ids=lambda module: module.__name__)

@@ -5,6 +5,7 @@ The repository is Sphinx's folder of sources: links between pages, and from page
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -29,6 +30,19 @@ project = "moonpool"
 html_title = f"moonpool {moonpool.__version__}"
 html_theme = "furo"
 html_copy_source = False
+# The versions whose sites lie beside this one, which docs/versions.py knows; versions.html lists them.
+html_context = {"versions": os.environ.get("MOONPOOL_VERSIONS", "").split()}
+templates_path = ["."]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
 root_doc = "README"
