@@ -208,10 +208,11 @@ class Spares:
             with self._lock:
                 self._maker = None
                 # A load that ended meanwhile has found this thread.
-                is_again = self._is_again and not self._loading
+                is_again = self._is_again and not (self._loading or self._is_due or self._is_closed)
                 self._is_again = False
+                self._is_due |= is_again
             if is_again:
-                self._look_soon()
+                self._reactor.call_later(SETTLE_S, self._look)
             self._look_later()
 
     def _next(self) -> tuple[_Key, _Spare] | None:
@@ -285,8 +286,9 @@ class Spares:
 
     @property
     def is_making(self) -> bool:
-        """True while spares are made or ended."""
-        return self._maker is not None
+        """True while spares are made or ended, or soon will be, if any are."""
+        with self._lock:
+            return self._maker is not None or self._is_due
 
     @property
     def waiting(self) -> list[int]:

@@ -113,17 +113,12 @@ class Running:
         self.stdout, self.stderr = stdout, stderr
         self._channel = channel
         self.answer_fd = -1
-        # The processor time that it had taken before it had anything to run.
-        self._cpu_s = 0.0
+        # The processor time that it had taken before it had anything to run, or until the last answer.
+        self._cpu_s: float | None = None
 
     def limit(self, limits: Limits) -> None:
         """Send the limits, before the first request."""
         _send_limits(self._channel, limits, self.process.pid)
-
-    def begin(self, tell: Tell | None) -> None:
-        """Count from now on what the process takes, and have `tell` get what it prints."""
-        self._cpu_s = cpu_s_of(self.process.pid)
-        self.tell(tell)
 
     def ask(self, written: values.Written, answer_bytes: int, deadline: float, serve: Serve | None = None) -> Ended:
         """Send a request, and wait for the answer until `deadline`, of `time.monotonic`. Raises OSError.
@@ -131,6 +126,8 @@ class Running:
         `serve` answers the calls that come before it. What it raises is passed on.
         """
         began_s = time.monotonic()
+        if self._cpu_s is None:
+            self._cpu_s = cpu_s_of(self.process.pid)
         memory_fd = -1
         try:
             if written.needs_memory:
@@ -213,9 +210,10 @@ class Running:
         return packet, "" if packet is not None else "died"
 
     def _ended(self, packet: bytes | None, why: str, began_s: float) -> Ended:
-        wall_s = time.monotonic() - began_s
         pid = self.process.pid
-        before_s, self._cpu_s = self._cpu_s, cpu_s_of(pid)
+        before_s, self._cpu_s = self._cpu_s or 0.0, cpu_s_of(pid)
+        # After the processor time: the process may still be at work.
+        wall_s = time.monotonic() - began_s
         return Ended(packet, why, wall_s, max(0.0, self._cpu_s - before_s), peak_bytes_of(pid))
 
     def answer(self, packet: bytes, most_bytes: int, *, copies: bool) -> Any:
@@ -332,7 +330,7 @@ class Worker:
         if running is None:
             raise LoadFailed("the process for runs has ended", stage="start")
         self.is_prepared = False
-        running.begin(tell)
+        running.tell(tell)
         return running
 
     def prepare(self, limits: Limits | None = None) -> None:

@@ -97,10 +97,14 @@ where = sys.argv[1]
 def interrupt():
     if where.startswith("thrown"):
         # Python has a thread that is being started under its parent's number until it runs, and would throw there: then
-        # `Thread.start` waits for ever.
-        while threading._limbo:
+        # `Thread.start` waits for ever. With this lock, none is started meanwhile.
+        while True:
+            with threading._active_limbo_lock:
+                if not threading._limbo:
+                    error = ctypes.py_object(KeyboardInterrupt)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(victim), error)
+                    return
             time.sleep(0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(victim), ctypes.py_object(KeyboardInterrupt))
     else:
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -118,6 +122,13 @@ class Stub(worker.SourceStub):
         super().__init__(*arguments)
         interrupt()
 
+def after(act, seconds):
+    # So long after the call has begun.
+    def acts(*arguments, **named):
+        threading.Timer(seconds, interrupt).start()
+        return act(*arguments, **named)
+    return acts
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 victim = threading.get_ident()
 options = {}
@@ -132,19 +143,19 @@ elif where.endswith("imports"):
     # The start takes for ever.
     options = {"imports": ["endless"], "paths": [sys.argv[2]], "options": {"EXECUTION_ENV_PATH": sys.prefix}}
     os.environ["PYTHONPATH"] = sys.argv[2] + ":" + os.environ.get("PYTHONPATH", "")
-    threading.Timer(3, interrupt).start()
+    worker.SourceStub.start = after(worker.SourceStub.start, 3)
 elif where.endswith("at work"):
     source, tell = "print(1)\\nwhile True: pass", lambda *_: interrupt()
 elif where.endswith("waits"):
     def begin() -> threading.Thread:
-        return threading.Thread(target=moonpool.run, args=("while True: pass",), daemon=True)
+        return threading.Thread(target=moonpool.run, args=("while True: pass",), kwargs={"timeout_s": 100}, daemon=True)
 
     both = [begin() for _ in range(pool.MOST_WORKERS)]
     for each in both:
         each.start()
     while pool._pool is None or len(pool._pool._all) < pool.MOST_WORKERS or pool._pool._idle:
         time.sleep(0.01)
-    threading.Timer(0.5, interrupt).start()
+    pool.Pool.take = after(pool.Pool.take, 0.5)
 
 outcomes = []
 def go():

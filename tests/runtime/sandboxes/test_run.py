@@ -164,7 +164,8 @@ os.getcwd() == os.environ["HOME"]
     ],
 )
 def test_limits_have_names(source: str, limit: str) -> None:
-    done = moonpool.run(source, timeout_s=3, memory="200M", tasks=8, open_files=32, files_bytes="4M")
+    timeout_s = 1 if limit == "timeout_s" else 100
+    done = moonpool.run(source, timeout_s=timeout_s, memory="200M", tasks=8, open_files=32, files_bytes="4M")
 
     assert done.error is not None
     assert done.error.limit == limit
@@ -270,7 +271,8 @@ def test_an_open_sandbox_takes_no_process_from_runs() -> None:
 
     def go(_: int) -> object:
         # Each goes on when all have printed.
-        return moonpool.run("print(1, flush=True); 2", on_output=lambda *_: all_at_work.wait(60)).unwrap()
+        tell, source = lambda *_: all_at_work.wait(100), "print(1, flush=True); 2"
+        return moonpool.run(source, on_output=tell, timeout_s=100).unwrap()
 
     with moonpool.Sandbox() as box, ThreadPoolExecutor(MOST_WORKERS) as threads:
         box.run("kept = 3")

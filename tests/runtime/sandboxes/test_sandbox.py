@@ -172,8 +172,9 @@ async def streams() -> None:
         with pytest.raises(ZeroDivisionError):
             await divides(box.stream(endless))
         assert (await box.arun("1")).state_lost
-        task = asyncio.create_task(reads(box.stream(endless)))
-        await asyncio.sleep(0.3)
+        begun = asyncio.Event()
+        task = asyncio.create_task(reads(box.stream(endless), begun))
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -199,9 +200,9 @@ async def divides(stream: moonpool.RunStream) -> None:
         assert len(text) / 0
 
 
-async def reads(stream: moonpool.RunStream) -> None:
+async def reads(stream: moonpool.RunStream, begun: asyncio.Event) -> None:
     async for _ in stream:
-        pass
+        begun.set()
 
 
 def test_a_task_that_waits_for_a_run_and_is_cancelled_leaves_it_alone() -> None:
