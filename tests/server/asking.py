@@ -19,6 +19,7 @@ class Clients:
 
     def _go_on(self) -> None:
         while not self._stop.is_set():
+            seen = self.pids
             try:
                 pids = self._ask()
             except Exception as error:
@@ -26,7 +27,12 @@ class Clients:
                 return
             if len(pids) > 1:
                 self.errors.append(f"one connection led to {pids}")
-            self.pids |= pids
+            seen |= pids
+
+    def forget(self) -> None:
+        """Note who answers requests that begin from now on, and nobody else."""
+        # What asks at present has the other set.
+        self.pids = set()
 
     def __enter__(self) -> Clients:
         for thread in self._threads:

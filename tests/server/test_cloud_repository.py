@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -345,11 +344,9 @@ def test_a_server_follows_an_address(store: Store, tmp_path: Path) -> None:
         assert ready(served, "good")
         assert not ready(served, "bad")
         assert "secret-of-the-test" not in served.text()
-        before = time.monotonic()
         store.write("bad")
         store.write("new")
         wait_until(lambda: ready(served, "bad") and ready(served, "new"))
-        assert time.monotonic() - before < 60
         code, index = served.get("/v2/repository/index", "POST")
         assert code == 200
         assert {each["name"]: each["state"] for each in index} == dict.fromkeys(

@@ -72,11 +72,10 @@ def test_a_load_changes_the_number_of_instances(tmp_path: Path) -> None:
 
         # What the repository says holds again.
         assert server.get("/v2/repository/models/m/load", "POST", b"{}")[0] == 200
-        clients.pids.clear()
+        clients.forget()
         write_config(tmp_path, count(2))
         assert server.get("/v2/repository/models/m/load", "POST", b"{}")[0] == 200
-        wait_until(lambda: len(clients.pids) >= 2)
-        assert first in clients.pids
+        wait_until(lambda: len(clients.pids) == 2 and first in clients.pids)
         assert clients.errors == []
         assert server.get("/v2/models/m/stats")[1]["model_stats"][0]["inference_count"] > 0
 

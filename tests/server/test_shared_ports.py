@@ -113,7 +113,7 @@ def test_one_of_two_servers_at_a_port_ends_and_no_request_is_lost(
             wait_until(lambda: len(clients.pids) == 2 or clients.errors, PATIENCE_S)
             first.tell(signal.SIGTERM)
             assert first.wait() == 0
-            clients.pids.clear()
+            clients.forget()
             wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
         assert clients.errors == []
         assert len(clients.pids) == 1
@@ -162,7 +162,7 @@ def test_another_version_takes_over_the_ports_and_no_request_is_lost(
             wait_until(lambda: len(clients.pids) == 2 or clients.errors, PATIENCE_S)
             before.tell(signal.SIGTERM)
             assert before.wait() == 0
-            clients.pids.clear()
+            clients.forget()
             wait_until(lambda: clients.pids or clients.errors, PATIENCE_S)
             assert version_of(after) == moonpool.__version__
     assert clients.errors == []

@@ -6,8 +6,10 @@ an ensemble asks its steps, and models ask each other, is part of these.
 Theory of operation. One thread takes the samples, `moonpool-history`. It starts with the first look, so a server whose
 page nobody opens has no such thread unless it was started on purpose. `_lock` guards the samples, which are read while
 a request is answered, and the start of the thread; it is not held while the counts of stubs are collected, since that
-may wait for them. The thread ends by `close` or by itself when the runtime is closed. `close` sets `_closing` under the
-lock, so that no start can come after it, and joins without it.
+may wait for them. Nobody knows when the counts of the first sample came, so `start` takes it itself: what is counted
+after a start is in the samples, however late the thread runs. `_starting` lets one caller do that. The thread ends by
+`close` or by itself when the runtime is closed. `close` sets `_closing` under the lock, so that no start can come after
+it, and joins without it.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ class History:
         self._count_clients = clients
         self._clients = _Clients(NO_REQUESTS, 0)
         self._adviser = adviser or Adviser()
+        self._starting = threading.Lock()
         self._lock = threading.Lock()
         self._series: dict[str, _Series] = {}
         # The number of samples that were taken.
@@ -121,17 +124,21 @@ class History:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to take samples, until `close` or the end of the runtime. A second call does nothing. Raises
+        """Take the first sample, and go on until `close` or the end of the runtime. A second call does nothing. Raises
         `OutOfThreads`.
         """
-        with self._lock:
-            if self._thread is None and not self._closing.is_set():
-                thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
-                start_thread(thread)
-                self._thread = thread
+        with self._starting:
+            if self._thread is not None or self._closing.is_set() or self._models.is_closed:
+                return
+            self.sample()
+            with self._lock:
+                if not self._closing.is_set():
+                    thread = threading.Thread(target=self._run, name="moonpool-history", daemon=True)
+                    start_thread(thread)
+                    self._thread = thread
 
     def _run(self) -> None:
-        due_s = time.monotonic()
+        due_s = time.monotonic() + INTERVAL_S
         while not self._closing.wait(max(0.0, due_s - time.monotonic())):
             if self._models.is_closed:
                 return

@@ -75,14 +75,30 @@ def test_a_client_without_calls_is_pinged_only_if_it_may_be(serve: Serve) -> Non
         assert client.next(PING).flags == 0
 
 
+# Longer than a test takes.
+AGE_MS = 600_000
+
+
+def look_after(served: Served, passed_ms: int) -> None:
+    """Have the port look at its connection as if so much time had passed."""
+
+    async def look() -> None:
+        [found] = served.port.clients.open
+        found.look(found.loop.time() + passed_ms / 1000)
+
+    served.server.run(look())
+
+
 @pytest.mark.promise(
     "gRPC",
     "A connection that reaches its age gets GOAWAY, and closes when its calls have ended, or at the end of the grace.",
 )
 def test_an_old_connection_ends_after_its_calls(serve: Serve) -> None:
-    served = serve(max_connection_age_ms=100)
+    served = serve(max_connection_age_ms=AGE_MS)
     with RawClient(served.server.port) as client:
         client.send(call(1, STREAM))
+        wait_until(lambda: served.server.calls)
+        look_after(served, 2 * AGE_MS)
         assert client.next(GOAWAY).body[4:8] == bytes(4)
         # It is too late for this one.
         client.send(call(3, LIVE) + frame(DATA, END_STREAM, 3, message()))
@@ -92,9 +108,13 @@ def test_an_old_connection_ends_after_its_calls(serve: Serve) -> None:
 
 
 def test_the_grace_of_an_old_connection_ends(serve: Serve) -> None:
-    served = serve(max_connection_age_ms=100, max_connection_age_grace_ms=100)
+    served = serve(max_connection_age_ms=AGE_MS, max_connection_age_grace_ms=AGE_MS)
     with RawClient(served.server.port) as client:
         client.send(call(1, STREAM))
+        wait_until(lambda: served.server.calls)
+        look_after(served, 2 * AGE_MS)
+        assert client.next(GOAWAY).body[4:8] == bytes(4)
+        look_after(served, 4 * AGE_MS)
         assert not [each for each in client.frames() if each.kind == DATA]
     wait_until(lambda: not served.server.calls)
 

@@ -114,6 +114,13 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(serve: Serve, tmp_path: 
     assert not paths[1].with_suffix(".begun").exists()
 
 
+def have_ended(served: Served, count: int) -> bool:
+    """Tell if so many requests to `repeat` have been executed, and nothing of them is left."""
+    scheduler = hosted_in(served.runtime, "repeat").scheduler
+    executed = served.runtime.statistics("repeat")["execution_count"]
+    return executed == count and not scheduler.executing and not len(scheduler.open_requests)
+
+
 @pytest.mark.promise(
     "gRPC", "If a client does not read its stream, the stream ends at a limit and its requests are cancelled."
 )
@@ -122,10 +129,8 @@ def test_a_client_that_does_not_read_is_left_when_too_much_waits_for_it(serve: S
     requests = Requests(repeat(2000, size=1 << 16))
     call = served.stub().ModelStreamInfer(iter(requests), timeout=6 * TIMEOUT_S)
     server = served.server
-    scheduler = hosted_in(served.runtime, "repeat").scheduler
-    wait_until(lambda: scheduler.executing, what="the request")
 
-    wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
+    wait_until(lambda: have_ended(served, 1), 60.0)
 
     with pytest.raises(grpc.RpcError) as raised:
         list(call)
@@ -144,10 +149,8 @@ def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> 
     patient = stub.ModelStreamInfer(iter(few), timeout=6 * TIMEOUT_S)
     wait_until(lambda: sum(served.unread_bytes) > 1 << 20, what="some to wait")
     greedy = stub.ModelStreamInfer(iter(many), timeout=6 * TIMEOUT_S)
-    scheduler = hosted_in(served.runtime, "repeat").scheduler
-    wait_until(lambda: len(served.unread_bytes) == 2, what="both to wait")
 
-    wait_until(lambda: not scheduler.executing and not len(scheduler.open_requests), 60.0)
+    wait_until(lambda: have_ended(served, 2), 60.0)
 
     with pytest.raises(grpc.RpcError) as raised:
         list(greedy)
@@ -155,7 +158,7 @@ def test_the_client_with_the_most_unread_bytes_is_disconnected(serve: Serve) -> 
     few.close()
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert len(list(patient)) == 400
-    assert served.unread_bytes == []
+    wait_until(lambda: not served.unread_bytes)
 
 
 @pytest.mark.promise("gRPC", "Hundreds of streams that are dropped leave nothing behind.")

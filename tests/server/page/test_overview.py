@@ -158,8 +158,8 @@ def test_samples_are_taken_by_themselves(runtime: moonpool.Runtime, overview: Ov
         history: dict[str, Any] = overview.snapshot(0)["history"]
         return history
 
-    # The first look begins the sampling; a request before the first sample is in none.
-    wait_until(lambda: history()["taken"])
+    # The first look begins the sampling; an earlier request is in no sample.
+    assert history()["taken"] >= 1
     runtime.infer("add_sub", ROW)
 
     assert wait_until(lambda: sum(history()["series"]["add_sub:1"]["requests"])) == 1
