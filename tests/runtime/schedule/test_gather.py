@@ -155,14 +155,22 @@ def test_a_model_that_is_unloaded_in_the_same_turn_refuses(folder: Path) -> None
 def test_a_model_s_pace_is_its_least_time(folder: Path) -> None:
     with holding(folder) as (_, runtime):
         scheduler = hosted_in(runtime, "m").scheduler
-        times_ns = iter([1000, 200, 5000, 5000])
-
         execution = Execution.__new__(Execution)
-        found = []
-        for _ in range(4):
-            execution.sent_ns = time.monotonic_ns() - next(times_ns) * 1_000_000
+
+        def learn(took_ms: int) -> tuple[int, float]:
+            """Return the pace in milliseconds, and the time that the execution took at most when that was learned."""
+            begin_ns = time.monotonic_ns()
+            execution.sent_ns = begin_ns - took_ms * 1_000_000
             scheduler.keep_pace(execution)
-            found.append(scheduler.pace_ns // 1_000_000)
-        assert found[0] in range(120, 130)
-        assert found[1] in range(128, 140)
-        assert found[2] > found[1] + 500
+            return scheduler.pace_ns // 1_000_000, took_ms + (time.monotonic_ns() - begin_ns) / 1e6
+
+        first, most_ms = learn(1000)
+        assert 125 <= first <= most_ms / 8
+        second, most_ms = learn(200)
+        # A time below the pace would be the pace, and a longer one moves it by an eighth.
+        assert min(first + (200 - first) // 8, 200) <= second <= max(first, first + (most_ms - first) / 8) + 1
+        third, _ = learn(5000)
+        assert third > second + 500
+        learn(5000)
+        least, most_ms = learn(10)
+        assert 10 <= least <= most_ms

@@ -201,9 +201,7 @@ BODIES = {
 
 @pytest.mark.promise("OpenAI", "A body that cannot be a request is refused while other clients are answered.")
 @pytest.mark.parametrize("what", BODIES)
-def test_a_large_body_of_nonsense_holds_nobody_up(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_large_body_of_nonsense_holds_nobody_up(serving: Serving, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow(text: Any, **options: Any) -> Any:
