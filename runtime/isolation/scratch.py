@@ -48,11 +48,26 @@ def remove(folder: str) -> None:
     """
     try:
         empty(folder)
+        _take_back(folder)
         os.rmdir(folder)
     except FileNotFoundError:
         return
     except OSError as error:
         _log.warning("cannot remove the scratch folder %s: %s", folder, error)
+
+
+def _take_back(folder: str) -> None:
+    """Make root the owner of a folder that `make` gave away.
+
+    Only its owner may remove it from /tmp, unless root may remove anything, as it may not in most containers.
+    """
+    if os.geteuid() == 0:
+        # Its user could put a link in its place.
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fchown(fd, 0, -1)
+        finally:
+            os.close(fd)
 
 
 @functools.cache

@@ -69,6 +69,30 @@ def test_it_goes_however_deep_its_folders_are(place: Path) -> None:
     assert not list(place.iterdir())
 
 
+AS_A_POD = """
+import os, subprocess, sys, tempfile
+from pathlib import Path
+from moonpool.runtime.isolation import scratch, users
+tempfile.tempdir = sys.argv[1]
+folder = scratch.make(users.FIRST)
+closed = "mkdir -p a/b && touch a/b/file && chmod 0 a/b a && ln -s / link"
+subprocess.run(["sh", "-c", closed], cwd=folder, user=users.FIRST, group=users.FIRST, check=True)
+scratch.remove(folder)
+print(os.listdir(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives folders to other users")
+def test_it_goes_where_root_may_not_remove_what_others_own(place: Path) -> None:
+    place.chmod(0o1777)
+    rights = "-all,+chown,+dac_override,+kill,+setgid,+setuid"
+    command = ["setpriv", f"--bounding-set={rights}", sys.executable, "-c", AS_A_POD, str(place)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_folder_that_cannot_be_removed_is_logged(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
