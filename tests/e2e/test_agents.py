@@ -44,7 +44,7 @@ def doubled(number: int) -> int:
     '''
     return 2 * number
 
-with SandboxExecutor(timeout_s=2, memory="500M") as executor:
+with SandboxExecutor(timeout_s=5, memory="500M") as executor:
     agent = CodeAgent(tools=[doubled], model=Scripted(), executor=executor, verbosity_level=0)
     answer = agent.run("Add up.", additional_args={"numbers": np.arange(5)})
     steps = [step for step in agent.memory.steps if hasattr(step, "observations")]
@@ -81,7 +81,7 @@ def test_an_agent_of_smolagents_runs_its_steps_in_a_sandbox(tmp_path: Path) -> N
 
     assert answer == {"sum": 10.0, "double": 8}
     assert "sum 10" in observations[0]
-    assert "did not end within 2 s" in errors[1]
+    assert "did not end within 5 s" in errors[1]
     assert "name 'x' is not defined" in errors[2]
 
 

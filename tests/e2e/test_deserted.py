@@ -79,10 +79,14 @@ def test_a_request_that_nobody_waits_for_gives_way(file: Path, way: str) -> None
 @pytest.mark.parametrize("way", WAYS)
 def test_the_deadline_holds_for_a_request_that_nobody_waits_for(file: Path, way: str) -> None:
     with moonpool.Runtime(drain_timeout_s=1.0) as runtime:
-        settings = options(EXECUTE_TIMEOUT_S=0.2, SANDBOX="strict")
-        runtime.load("keeps", file, config=SIGNATURE | settings)
+        plain, limited = options(SANDBOX="strict"), options(EXECUTE_TIMEOUT_S=0.2, SANDBOX="strict")
+        runtime.load("keeps", file, config=SIGNATURE | plain)
         first = runtime.instances("keeps")[0]["pid"]
         leave(runtime, way)
+        # The limit holds for what is at work already, and the process stays. It is not there for the other requests.
+        runtime.load("keeps", file, config=SIGNATURE | limited)
+        wait_until(lambda: runtime.instances("keeps")[0]["restarts"] == 1)
+        runtime.load("keeps", file, config=SIGNATURE | plain)
 
         wait_until(lambda: runtime.instances("keeps")[0]["pid"] not in (None, first))
         assert ask(runtime, "keeps") == 1

@@ -161,6 +161,6 @@ def test_a_library_that_waits_for_ever_instead_of_failing_names_the_limit(
         pytest.skip("in a group the kernel ends a process instead of refusing it memory")
     file = tmp_path / "model.py"
     file.write_text("import threading\nthreading.Event().wait()\n")
-    limits = options(MEMORY_LIMIT_BYTES=LIMIT, LOAD_TIMEOUT_S=3)
+    limits = options(MEMORY_LIMIT_BYTES=LIMIT, LOAD_TIMEOUT_S=5)
     with pytest.raises(LoadFailed, match="was not ready in time, perhaps because of its memory"):
         runtime.load("short", file, config=SIGNATURE | limits)

@@ -147,14 +147,16 @@ def test_an_instance_that_dies_too_often_is_given_up_and_says_why(runtime: moonp
 
 
 def test_a_restart_that_fails_counts_as_a_death_and_those_who_wait_are_told(
-    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limits = options(**SEEN, MAX_RESTARTS=2, RESTART_BACKOFF_S=0.1)
+    go = tmp_path / "go"
     with hosted(runtime, "victim", FILE, SIGNATURE | limits):
-        monkeypatch.setenv("FAULT_AT", "initialize:_exit 3")
+        monkeypatch.setenv("FAULT_AT", f"initialize:exit after {go}")
         kill(runtime)
         wait_until(lambda: state(runtime) != "READY", 60.0)
         waiting = [send(runtime, "answer") for _ in range(3)]
+        go.touch()
 
         for each in waiting:
             with pytest.raises(ModelUnavailable, match="exited with 3"):
@@ -265,7 +267,7 @@ def test_a_request_that_took_too_long_is_not_tried_once_more(runtime: moonpool.R
 @pytest.mark.promise("Lifecycle", "A model that hangs in …")
 def test_where_a_model_hung_is_in_the_log(runtime: moonpool.Runtime, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "moonpool")
-    limits = options(EXECUTE_TIMEOUT_S=1)
+    limits = options(EXECUTE_TIMEOUT_S=3)
     with hosted(runtime, "victim", FILE, SIGNATURE | limits), pytest.raises(ExecuteTimedOut):
         ask(runtime, "execute:hang")
 

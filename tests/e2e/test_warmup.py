@@ -160,9 +160,9 @@ def test_a_decoupled_model_is_warm_when_it_has_sent_its_last_response(
 
 def test_a_warmup_takes_no_longer_than_a_load_may(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     config = warmed.config(
-        sample(), does="hang", parameters={"MOONPOOL_LOAD_TIMEOUT_S": "2", "MOONPOOL_FINALIZE_TIMEOUT_S": "1"}
+        sample(), does="hang", parameters={"MOONPOOL_LOAD_TIMEOUT_S": "5", "MOONPOOL_FINALIZE_TIMEOUT_S": "1"}
     )
-    with pytest.raises(LoadFailed, match="took longer than 2 s to start and to warm up"):
+    with pytest.raises(LoadFailed, match="took longer than 5 s to start and to warm up"):
         runtime.load("m", WARMED, config=config)
 
 

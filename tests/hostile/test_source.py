@@ -75,7 +75,7 @@ def test_the_template_never_has_source_or_inputs() -> None:
     for _ in range(3):
         done = moonpool.run(f"note = '{SECRET}' * 1000; x.sum(); print(note); note", {"x": np.ones(100_000)})
         assert done.error is None
-    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle))
+    settle()
     for worker, _ in the_pool()._idle:
         assert worker._stub is not None
         assert SECRET.encode() not in memory_of(worker._stub.process.pid)
@@ -350,8 +350,8 @@ def test_source_that_harms_a_compiler_harms_the_run_alone() -> None:
 
 def test_a_template_that_dies_is_replaced() -> None:
     assert value("1") == 1
-    wait_until(lambda: len(the_pool()._idle) == 1)
-    worker = the_pool()._idle[0][0]
+    settle()
+    ((worker, _),) = the_pool()._idle
     assert worker._stub is not None
     os.kill(worker._stub.process.pid, signal.SIGKILL)
     wait_until(lambda: not worker.is_healthy)
@@ -389,7 +389,18 @@ def test_a_thousand_runs_leave_nothing_behind() -> None:
 
 
 def settle() -> None:
-    wait_until(lambda: all(worker.is_prepared for worker, _ in the_pool()._idle) and the_pool()._preparing is None)
+    """Wait until all workers are idle and prepared, and the keeper starts no more."""
+    pool = the_pool()
+
+    def is_settled() -> bool:
+        with pool._changed:
+            return (
+                pool._more is None
+                and pool._count == len(pool._idle)
+                and all(worker.is_prepared for worker, _ in pool._idle)
+            )
+
+    wait_until(is_settled)
 
 
 def all_that_there_is() -> dict[str, set[Any]]:

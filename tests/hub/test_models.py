@@ -363,8 +363,8 @@ def test_templates_and_tokenizers_harm_their_request_alone(runtime: moonpool.Run
 def test_a_template_without_an_end_is_ended(runtime: moonpool.Runtime, hub: Hub) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = f"{{% if messages[0].content == 'time' %}}{loop}{{% else %}}the cat{{% endif %}}"
-    load(runtime, hub, tiny.llama() | {"chat_template.jinja": template.encode()}, MOONPOOL_EXECUTE_TIMEOUT_S="4")
-    with pytest.raises(moonpool.MoonpoolError, match="No prompt within 4 s"):
+    load(runtime, hub, tiny.llama() | {"chat_template.jinja": template.encode()}, MOONPOOL_EXECUTE_TIMEOUT_S="20")
+    with pytest.raises(moonpool.MoonpoolError, match="No prompt within 20 s"):
         runtime.chat("m", [{"role": "user", "content": "time"}], max_tokens=2)
     wait_until(lambda: runtime.instances("m")[0]["state"] == "READY", 120.0)
     assert runtime.chat("m", [{"role": "user", "content": "fine"}], max_tokens=2)["choices"]

@@ -56,6 +56,9 @@ def end(way):
         marker = way.partition(" for ")[2]
         while not os.path.exists(marker):
             time.sleep(0.005)
+    elif way.startswith("exit after "):
+        end(f"wait for {way.partition(' after ')[2]}")
+        os._exit(3)
     elif way.startswith("touch "):
         open(way.partition(" ")[2], "w").close()
     elif way == "hang in C":
