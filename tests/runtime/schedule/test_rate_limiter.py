@@ -503,7 +503,8 @@ def test_instances_come_and_go_with_their_resources(folder: Path) -> None:
 
 
 def test_sequences_stay_with_instances_that_wait_for_a_resource(folder: Path) -> None:
-    sequences = {"max_batch_size": 1, "sequence_batching": {}, **group(2, R=1)}
+    batching = {"max_sequence_idle_microseconds": 3_600_000_000}
+    sequences = {"max_batch_size": 1, "sequence_batching": batching, **group(2, R=1)}
     with limited(folder, [], a=group(R=1), m=sequences) as (backend, runtime):
         first = Ask(runtime, "a", x(0))
         held = backend.wait_for(1)

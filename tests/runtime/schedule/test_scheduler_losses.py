@@ -256,7 +256,7 @@ def test_an_instance_is_told_of_a_caller_who_left_while_it_was_sent(
 
 
 def test_requests_that_fill_empty_places_are_no_failures(folder: Path) -> None:
-    changes = {"max_batch_size": 4, "sequence_batching": {"direct": {}}}
+    changes = {"max_batch_size": 4, "sequence_batching": {"direct": {}, "max_sequence_idle_microseconds": HOUR_US}}
     with holding(folder, **changes) as (backend, runtime):
         scheduler = hosted_in(runtime, "m").scheduler
         first = Caller(runtime, row(1), correlation_id=1, flags=1)

@@ -18,10 +18,12 @@ from moonpool.runtime.schedule.lane import IS_COMPILED, Execution
 from moonpool.runtime.schedule.scheduler import Scheduler
 
 START, END = 1, 2
+HOUR_US = 3_600_000_000
 
 
 def sequences(**batching: Any) -> dict[str, Any]:
-    return {"max_batch_size": 4, "sequence_batching": batching}
+    # By default, a sequence for which nothing comes for a second is over.
+    return {"max_batch_size": 4, "sequence_batching": {"max_sequence_idle_microseconds": HOUR_US, **batching}}
 
 
 def ask(runtime: Any, sequence: int, value: float, flags: int = 0) -> Caller:
