@@ -150,7 +150,7 @@ def test_a_death_and_a_return_are_shown(tty: Tty) -> None:
     progress("m_0", "READY", "restarted")
 
     assert "m_0 lost was killed\n" in tty.getvalue()
-    assert re.search(r"m_0 ready 0\.\d s\n", tty.getvalue())
+    assert re.search(r"m_0 ready \d+\.\d s\n", tty.getvalue())
 
 
 def test_brief_progress_keeps_lines_of_failures_alone(tty: Tty) -> None:
@@ -207,7 +207,7 @@ def test_a_start_is_shown_though_no_thread_counts_its_time(tty: Tty, monkeypatch
     with monkeypatch.context() as patch:
         refuse_threads(patch)
         progress("m_0", "STARTING", "load")
-        assert "m_0 starting… 0.0 s" in tty.getvalue()
+        assert re.search(r"m_0 starting… \d+\.\d s", tty.getvalue())
     progress("m_1", "STARTING", "load")
 
     wait_until(lambda: re.search(r"starting… (0.[1-9]|[1-9])", tty.getvalue()))
