@@ -148,6 +148,7 @@ def test_no_request_is_lost_while_a_model_is_replaced_again_and_again(
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: bool(errors) or answers)
     for number in (2, 3, 4):
         write(repository, number)
         runtime.load("m")
