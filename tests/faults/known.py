@@ -96,6 +96,7 @@ WORDS = {
     "a notice that is too large": "a message of 67108865 bytes; 67108864 is the most",
     "a call that is too large": "INFER of 16777217 bytes; 16777216 is the most",
     "a word of what is let go of that lies in memory": "LET_GO that lies in memory",
+    "a load without a name that lies in memory": "LOAD_MODEL without a name",
     "floods calls": "bytes unread",
     "closes the work channel": "closed its channel during execute",
     "leaves a child": "exited with 7",

@@ -616,6 +616,7 @@ FAULTS: dict[str, Fault] = {
     "a notice that is too large": a_large(Kind.LOG, lambda peer: peer.control, (1 << 26) + 1),
     "a call that is too large": a_large(Kind.INFER, lambda peer: peer.calls, (1 << 24) + 1),
     "a word of what is let go of that lies in memory": a_large(Kind.LET_GO, lambda peer: peer.calls, 16),
+    "a load without a name that lies in memory": a_large(Kind.LOAD_MODEL, lambda peer: peer.calls, 16),
     "a layout that bursts": lambda peer: raw_answer(peer, b"\x91\xdc\x40\x00" + b"\x90" * 0x4000),
     "blocks that hold nothing": lambda peer: peer.answer([[peer.answers_region, 0, 16]]),
     "keeps its input a thousand times": lambda peer: peer.answer(held=[peer.blocks[0][:2]] * 1000),

@@ -93,6 +93,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.stamp(block, number)
         return block
 
+    @rule(size_bytes=SIZES)
+    def look_for_room(self, size_bytes: int) -> None:
+        rounded = max(ALIGNMENT, math.ceil(size_bytes / ALIGNMENT) * ALIGNMENT)
+        assert self.arena.has_room(size_bytes) is (self.longest_free_bytes() >= rounded)
+
     @rule(target=blocks, block=blocks)
     def hold(self, block: Block) -> Block:
         block.holds += 1

@@ -228,6 +228,17 @@ def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(hoste
         assert interrupted_everywhere(ask, check) > 20
 
 
+def test_what_a_handler_raises_while_a_stream_is_closed_reaches_its_caller(
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = hosted.runtime.stream("m", rows(1), timeout_s=PATIENCE_S)
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, Scheduler, "leave_soon")
+        with pytest.raises(Interrupted):
+            stream.close()
+    hosted.check()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("again", [1, 4])
 @pytest.mark.parametrize("ask", [infer_in_time, submit, stream], ids=lambda ask: ask.__name__)

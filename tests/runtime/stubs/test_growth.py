@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.runtime.scripted import Pair, y
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
 from moonpool.ipc.messages import NO_DEVICE, Kind
+from moonpool.runtime.model.budgets import RELEASE_AT
 from moonpool.runtime.stubs import devices
 from moonpool.runtime.stubs.allotment import Allotment
 from moonpool.runtime.stubs.growth import Growth
@@ -44,6 +47,13 @@ class Stub:
             add_answers=lambda region: region.close(),
             send_region=lambda *_: self.send(Kind.REGION),
         )
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.close()
 
 
 @pytest.fixture
@@ -104,6 +114,18 @@ def test_a_stub_that_does_not_read_the_answer_is_ended_and_the_log_says_nothing(
     with pytest.raises(RemoteProtocolError, match="does not read"):
         stub.growth.check()
     assert caplog.records == []
+
+
+def test_many_blocks_that_callers_have_dropped_are_given_back_without_a_batch(pair: Pair, stub: Stub) -> None:
+    requests = pair.execute(*[[0.0]] * RELEASE_AT)
+    blocks = [pair.peer.place([0.0]) for _ in requests]
+    pair.peer.answer(blocks, [[y(1, number)] for number in range(RELEASE_AT)])
+    pair.finish(requests)
+
+    Growth(pair.link, cast(Any, stub), None).release_many()
+    kind, places = stub.heard.get_nowait()
+    assert kind == Kind.RELEASE
+    assert sorted(map(list, places)) == sorted(block[:2] for block in blocks)
 
 
 @pytest.mark.parametrize(("is_private", "counted"), [(True, 1 << 21), (False, 0)])

@@ -100,6 +100,7 @@ def test_files_are_judged_by_what_was_granted(tmp_path: Path) -> None:
         assert opens("w", written, **granted) == (FREE if writes else (WRITE, str(file)))
         assert verdict("open", str(other), "r", 0, **granted) == (OPEN, str(other))
     assert verdict("os.listdir", str(tmp_path)) == (OPEN, str(tmp_path))
+    assert verdict("os.rmdir", str(tmp_path), -1) == (WRITE, str(tmp_path))
     scratch = {"scratch": str(tmp_path)}
     assert opens("w", written, **scratch) is FREE
     assert verdict("os.remove", str(file), -1, **scratch) is FREE
