@@ -277,7 +277,7 @@ class StubHandle:
                 self._settle_slots(message[1])
             return message
         except TimeoutError:
-            self._stop(grace_s=GRACE_S)
+            self._stop()
             raise LoadFailed(
                 f"Stub process '{self.name}' was not ready in time{self.bounds.suspected_memory()} and was ended; raise "
                 "MOONPOOL_LOAD_TIMEOUT_S if it needs longer, or see its stacks in the log",
@@ -472,7 +472,7 @@ class StubHandle:
             _log.warning("[%s] finalize took longer than %s s; killing it", self.name, timeout_s)
         except MoonpoolError as error:
             _log.warning("[%s] died in finalize: %s", self.name, self.explain(error, "during finalize"))
-        self._stop(grace_s=GRACE_S)
+        self._stop()
 
     def abort(self, reason: BaseException) -> None:
         """Begin to end the process, and keep the reason for `explain`. Does not wait. Any thread may call it."""
@@ -521,11 +521,10 @@ class StubHandle:
         # The second text is the public one. The last words of the process are not meant for clients.
         return StubDied(f"{text}{last_words} {doing}.", f"{text} {doing}" if last_words else None)
 
-    def _stop(self, grace_s: float) -> None:
+    def _stop(self) -> None:
+        """Ask the process to end, and give it a moment for that. `end`, which follows, kills it otherwise."""
         self.process.signal(signal.SIGTERM)
-        if self.process.wait(grace_s) is None:
-            self.process.kill()
-            self.process.wait(_EXIT_S)
+        self.process.wait(GRACE_S)
 
     def end(self) -> None:
         """End the process if it still runs, and give up everything. May be called many times."""
