@@ -195,10 +195,9 @@ def allowed(
 
 
 def _add(table: dict[str, Alternatives], more: dict[str, Alternatives]) -> None:
-    """Add alternatives to those of a table. No alternatives allow a call without condition."""
+    """Add alternatives to those of a table, in which none of these calls is without a condition."""
     for name, alternatives in more.items():
-        has_none = not alternatives or table.get(name) == ()
-        table[name] = () if has_none else (*table.get(name, ()), *alternatives)
+        table[name] = (*table.get(name, ()), *alternatives)
 
 
 def silent(*, has_files_alone: bool = False) -> dict[str, Alternatives]:
