@@ -168,6 +168,12 @@ def start():
     except OSError:
         raise BlockingIOError(11, "Resource temporarily unavailable") from None
 start()"""
+# Only the words of this error tell of a refusal.
+IN_WORDS = """
+try:
+    open('/etc/passwd')
+except OSError as error:
+    raise RuntimeError(str(error)) from None"""
 MODEL = """
 import os, socket, subprocess, urllib.request
 import numpy as np
@@ -226,6 +232,7 @@ def raises(runtime: moonpool.Runtime, tmp_path_factory: pytest.TempPathFactory) 
         ("os.fork()", "MOONPOOL_SANDBOX_SYSCALLS=fork would allow it"),
         ("subprocess.run(['ls'])", "MOONPOOL_SANDBOX_SYSCALLS=fork,execve would allow it"),
         (MISNUMBERED, "MOONPOOL_SANDBOX_SYSCALLS=fork would allow it"),
+        (IN_WORDS, "MOONPOOL_SANDBOX_PATHS=ro:/etc/passwd would allow it"),
         ("os.kill(1, 0)", "no option allows it"),
         # Of the two names, the second one was refused.
         ("os.symlink('a', '/var/moonpool')", "MOONPOOL_SANDBOX_PATHS=rw:/var would allow it"),

@@ -179,6 +179,8 @@ def test_a_folder_below_a_closed_one_is_reached(make: Make, load: Load) -> None:
     writer.finds("files.write", path=f"{inner}/new", text="new")
 
     assert (inner / "new").read_text() == "new"
+    # What a contained model writes is closed to other users.
+    assert stat.S_IMODE((inner / "new").stat().st_mode) == 0o600
     assert writer.tries("files.read", path=f"{closed}/file").word in ("EACCES", "ENOENT")
 
 
