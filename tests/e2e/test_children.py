@@ -200,7 +200,8 @@ def test_shared_memory_of_a_model_ends_with_it(
         pytest.skip("as with the other ends")
     # The tracker of the template must not be that of its forks, which outlive them.
     head = "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()\n"
-    config = CONFIG | options(PREFORK=prefork, EXECUTE_TIMEOUT_S=5, RESTART_WINDOW_S=0.001)
+    limit_s = 5 if end == "timeout" else PATIENCE_S
+    config = CONFIG | options(PREFORK=prefork, EXECUTE_TIMEOUT_S=limit_s, RESTART_WINDOW_S=0.001)
     before = shm_names()
     with hosted(runtime, "makes", written(tmp_path / "makes", head + MODEL), config):
         names = {f"/dev/shm{name}" for name in found(runtime, "fork", MAKES, "makes").split()}

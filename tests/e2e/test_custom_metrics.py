@@ -150,8 +150,7 @@ def test_a_metric_ends_with_its_family_and_its_process(runtime: moonpool.Runtime
 
     with pytest.raises(moonpool.StubDied):
         run("os._exit(1)")
-    wait_until(lambda: runtime.is_ready("talks"))
-    assert lines(runtime, "other") == []
+    wait_until(lambda: runtime.is_ready("talks") and lines(runtime, "other") == [])
     run(f"family = {COUNTER.format('other')}; family.Metric().increment(1)")
     assert lines(runtime, "other") == ["other 1"]
     runtime.unload("talks")

@@ -40,6 +40,7 @@ class Client:
 
     def __init__(self, runtime: moonpool.Runtime, folder: Path) -> None:
         self.runtime = runtime
+        self.gate = folder / "gate"
         self._log = folder / "log"
 
     def send(self, steps: int, request_id: str = "r", timeout_s: float = PATIENCE_S, **more: Any) -> ResponseStream:
@@ -118,7 +119,9 @@ def test_generations_share_batches_and_the_next_one_takes_a_free_slot(
 ) -> None:
     with serve(is_decoupled=is_decoupled, **batching) as client:
         lengths = [5, 1, 9, 3, 7, 2, 8, 4, 6, 10]
-        streams = [client.send(steps, f"r{steps}") for steps in lengths]
+        # None of them goes on before all are there.
+        streams = [client.send(steps, f"r{steps}", gate=str(client.gate)) for steps in lengths]
+        client.gate.touch()
         for steps, stream in zip(lengths, streams, strict=True):
             found = [each.outputs["Y"].item() for each in stream]
             assert found == (list(range(steps - 1, -1, -1)) if is_decoupled else [0])

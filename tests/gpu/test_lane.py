@@ -194,6 +194,7 @@ def test_copies_from_and_to_ordinary_memory_wait_unless_told_not_to(region: Devi
     assert back.tolist() == there.tolist()
 
 
+@pytest.mark.usefixtures("very_late")
 def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, lane: DeviceLane) -> None:
     shared = SharedRegion.create(8, 1 << 16)
     assert region.device.pin(shared)
@@ -213,6 +214,7 @@ def test_a_copy_into_pinned_memory_is_done_after_finish(region: DeviceRegion, la
         here.driver.cuMemHostUnregister(address)
 
 
+@pytest.mark.usefixtures("very_late")
 def test_a_kept_source_is_released_when_the_copy_is_done(region: DeviceRegion, lane: DeviceLane) -> None:
     class Source:
         """Something to be kept."""
@@ -249,6 +251,7 @@ def test_the_stream_of_a_lane_lives_as_long_as_leases_that_used_it(region: Devic
     "Device memory",
     "Memory is unmapped when all that was queued for it is done, and nobody waits for that (fake driver).",
 )
+@pytest.mark.usefixtures("very_late")
 def test_memory_is_unmapped_when_all_that_was_queued_for_it_is_done(fake_region: DeviceRegion) -> None:
     region, lane = fake_region, DeviceLane(fake_region.device)
     here, address = region.device, region.address

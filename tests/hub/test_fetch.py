@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.hub.stand_in import Hub, blob_hash, running
 from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.repository import hub_model, hub_store
 from moonpool.runtime.repository.cloud_copies import WATCHERS
+from moonpool.runtime.repository.hub_store import HubStore
 from moonpool.runtime.repository.repository import HubRepository, ModelDirectory, ModelRepositories, repository_at
 
 WEIGHTS = b"weights" * 1000
@@ -336,24 +336,25 @@ def test_more_bytes_than_listed_are_not_written(hub: Hub, tmp_path: Path) -> Non
 
 
 def test_a_hub_that_stalls_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_store, "READ_S", 0.2)
+    get = HubStore._get
     hub.put("o/m", FILES)
     ended = threading.Event()
 
-    def stall(_: object, asked: str) -> bool:
-        if asked.endswith("model.safetensors"):
-            ended.wait(30)
-            return True
-        return False
+    def hurried(store: HubStore, url: str, *more: Any) -> Any:
+        # On a busy machine, other answers may take longer.
+        monkeypatch.setattr(hub_store, "READ_S", 0.2 if url.endswith("model.safetensors") else 60.0)
+        return get(store, url, *more)
 
+    def stall(_: object, asked: str) -> bool:
+        return asked.endswith("model.safetensors") and ended.wait(170)
+
+    monkeypatch.setattr(HubStore, "_get", hurried)
     hub.instead = stall
-    begin_s = time.monotonic()
     try:
         with pytest.raises(RepositoryError, match=r"model.safetensors cannot be read: ReadTimeout"):
             find("hf://o/m")
     finally:
         ended.set()
-    assert time.monotonic() - begin_s < 20
 
 
 def test_a_hub_that_drips_is_given_up(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,13 @@ async def meet(request):
 
 
 async def crowd(request):
+    """Wait until four coroutines are here, and a moment for a fifth."""
     STATE["inside"] += 1
     STATE["most"] = max(STATE["most"], STATE["inside"])
+    for _ in range(10_000):
+        if STATE["most"] >= 4:
+            break
+        await asyncio.sleep(0.001)
     for _ in range(20):
         await asyncio.sleep(0.001)
     STATE["inside"] -= 1

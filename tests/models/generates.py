@@ -1,10 +1,12 @@
 """Counts down from X, once in each execute: a request is rescheduled until it reaches 0. Y is the rest.
 
-If it is decoupled, each step is a response. Each request is appended to the file that the parameter `log` names.
+If it is decoupled, each step is a response. Each request is appended to the file that the parameter `log` names. It
+waits for the file that the parameter `gate` names.
 """
 
 import json
 import os
+import time
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -33,6 +35,8 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters())
         with open(parameters["log"], "a") as log:
             log.write(f"{request.request_id()} {which} {request.flags()}\n")
+        while "gate" in parameters and not os.path.exists(parameters["gate"]):
+            time.sleep(0.002)
         if parameters.get("dies_at") == self.left[which]:
             os._exit(3)
         self.left[which] -= 1

@@ -169,10 +169,11 @@ def test_a_start_with_little_time_waits_for_no_template_that_is_not_there(
         return spawn(*arguments, **more)
 
     monkeypatch.setattr(blank_templates, "spawn", counted)
+    monkeypatch.setattr(blank_templates, "_LEAST_S", 1000.0)
     fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
-    assert fakes.fork(time.monotonic() + 0.9) is None
+    assert fakes.fork(time.monotonic() + 900.0) is None
     assert not begun
-    for deadline in (None, time.monotonic() + 0.9):  # one that is ready is used
+    for deadline in (None, time.monotonic() + 900.0):  # one that is ready is used
         process = fakes.fork(deadline)
         assert process is not None
         process.kill()
