@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.e2e.module_leaks import _leaves_nothing_behind  # noqa: F401
 from tests.inside import hosted_in, registry_of
 from tests.runtime.adders import CONFIG, rows, write_model
 from tests.runtime.held_batches import Caller, holding, queued
