@@ -112,9 +112,18 @@ def test_namespaces_are_a_second_line_that_is_left_out_where_they_are_forbidden(
     assert ("own_user" in names_of(results)) == identity.is_root
     missing = ["namespaces"] if identity.is_root else ["own_user", "namespaces"]
     assert [sentence.partition(":")[0] for sentence in results["left_out"]] == missing
+    assert ("give the runtime CAP_SYS_ADMIN" in results["left_out"][-1]) == identity.is_root
     denied = ["open('/etc/passwd')", "socket.socket()", "os.chmod('/usr', 0)"]
     assert [each for each in denied if not results[each].startswith("PermissionError")] == []
     assert left == ["x"]
+
+
+def test_a_granted_path_whose_mount_cannot_be_copied_is_named(identity: Identity) -> None:
+    with identity.scratch() as folder:
+        policy = identity.policy(granted=[(folder, True)])
+        results = identity.attempt(policy, before=hide("open_tree", absent=False))
+
+    assert f"namespaces: the kernel refused it at {folder} (" in results["left_out"][-1]
 
 
 @pytest.mark.promise("Layers of the sandbox", "Namespaces are left out if they …")
