@@ -232,7 +232,8 @@ def test_tensors_on_a_device_go_to_other_models_and_come_back(peer: Peer) -> Non
 
 @pytest.mark.promise("Device memory in a model", "Any other output on a device …")
 def test_the_source_of_a_copy_is_kept_until_the_device_is_done(peer: Peer, fake: Fake) -> None:
-    fake.delay(50_000)
+    # So that a busy machine, too, looks before it is done.
+    fake.delay(1_500_000)
     blocks, rows = peer.answer(Tensor.from_dlpack("Y", foreign(floats(4, 5))))
     devices = peer.regions.on_devices()
     assert devices.is_waited_for
