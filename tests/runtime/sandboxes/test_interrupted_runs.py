@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HEAD = """
-import asyncio, ctypes, os, random, signal, sys, tempfile, threading, time, warnings
+import asyncio, ctypes, logging, os, random, signal, sys, tempfile, threading, time, warnings
 import moonpool
 from moonpool.runtime.sandboxes import pool, worker
 from moonpool.runtime.sandboxes.pool import close_pool
@@ -57,8 +57,14 @@ random.seed(int(sys.argv[1]))
 kind = sys.argv[2]
 if kind != "cold":
     moonpool.run("1")
-# Python's own: `asyncio.run` says so if it is interrupted at its end.
-warnings.filterwarnings("ignore", r"coroutine 'BaseEventLoop\\.", RuntimeWarning)
+# Python's own: it says so if a destructor is interrupted, or asyncio while it makes or ends a loop.
+def tell(found):
+    if found.exc_type is not KeyboardInterrupt and "asyncio" not in str(getattr(found.object, "__module__", "")):
+        sys.__unraisablehook__(found)
+
+sys.unraisablehook = tell
+warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 interrupted = 0
 for _ in range(25):
     if kind == "cold":
