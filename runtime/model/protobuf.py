@@ -4,11 +4,15 @@ Triton publishes both as `.proto` files, and its client for Python has the code 
 client brings much that moonpool does not need, and its code wants certain versions of protobuf. So the messages are
 made here, when they are first needed, of tables: of those in `config/schema.py`, and of the one below. They have a pool
 of their own, because a program may have that client, too, and a pool takes no name twice.
+
+Theory of operation. Any thread may be the first to need a message. Protobuf that is written in Python, as on musl,
+shows a class to other threads before the classes of its fields are there. So one thread at a time makes classes.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -194,6 +198,9 @@ def _entry_of(field: str) -> str:
     return "".join(part.capitalize() for part in field.split("_")) + "Entry"
 
 
+_making = threading.Lock()
+
+
 class Messages:
     """The messages of one file, as attributes by their names."""
 
@@ -205,7 +212,8 @@ class Messages:
             descriptor = self.DESCRIPTOR.message_types_by_name[name]
         except KeyError:
             raise AttributeError(f"{self.DESCRIPTOR.name} has no message {name}") from None
-        found = message_factory.GetMessageClass(descriptor)
+        with _making:
+            found = message_factory.GetMessageClass(descriptor)
         # The next access does not come here.
         setattr(self, name, found)
         return found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import descriptor_pb2
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import moonpool
-from moonpool.runtime.model.protobuf import config_messages, service_messages
+from moonpool.runtime.model.protobuf import Messages, config_messages, described_files, service_messages
 
 SOURCE = Path(moonpool.__path__[0]).parent
 # Packages of Triton's client, and those that it needs beside what moonpool does.
@@ -79,3 +80,27 @@ def test_nothing_of_tritons_client_is_needed() -> None:
 def test_a_message_that_does_not_exist_is_named() -> None:
     with pytest.raises(AttributeError, match=r"grpc_service\.proto has no message ModelInfer$"):
         service_messages().ModelInfer  # noqa: B018 - it raises
+
+
+def test_a_thread_waits_for_a_class_that_another_one_still_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = described_files()[0]
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(config)
+    messages = Messages(pool, config.name)
+    order = []
+    other = threading.Thread(target=lambda: order.append(messages.ModelConfig and "other"))
+    make = message_factory.GetMessageClass
+
+    def slowly(descriptor: Any) -> Any:
+        # It calls itself for the messages inside.
+        if other.ident is None:
+            other.start()
+            # Without a lock, the other thread is quicker.
+            other.join(0.2)
+            order.append("made")
+        return make(descriptor)
+
+    monkeypatch.setattr(message_factory, "GetMessageClass", slowly)
+    assert messages.ModelConfig
+    other.join(30)
+    assert order == ["made", "other"]
