@@ -165,27 +165,40 @@ def source_distribution() -> Path:
     return made
 
 
+def debian_source(folder: Path, sources: dict[str, str], *options: str) -> None:
+    """Fetch a source package into a folder with `apt-get source` and these options, from these lists of sources."""
+    state = folder / "apt"
+    for each in ("lists/partial", "cache/archives/partial", "sources"):
+        (state / each).mkdir(parents=True, exist_ok=True)
+    for name, text in sources.items():
+        (state / "sources" / name).write_text(text)
+    every = [
+        f"--option=Dir::Etc::SourceList={state}/sources/sources.list",
+        f"--option=Dir::Etc::SourceParts={state}/sources",
+        f"--option=Dir::State::Lists={state}/lists",
+        f"--option=Dir::Cache={state}/cache",
+        "--option=APT::Sandbox::User=root",
+    ]
+    run("apt-get", *every, "update")
+    run("apt-get", *every, "source", *options, cwd=folder)
+
+
+def own_sources() -> dict[str, str]:
+    """Return the lists of what this machine takes its packages from, with their sources."""
+    files = [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").iterdir()]
+    # A line, or a paragraph.
+    return {
+        file.name: re.sub(r"(?m)^(deb|Types: *deb)(?=\s)", r"\1-src", file.read_text())
+        for file in files
+        if file.is_file()
+    }
+
+
 def nghttp2_source() -> tuple[Path, str]:
     """Return the unpacked source of nghttp2 and its version in Debian."""
     folder = ROOM / "nghttp2"
     if not list(folder.glob("nghttp2-*/lib")):
-        state = folder / "apt"
-        for each in ("lists/partial", "cache/archives/partial", "sources"):
-            (state / each).mkdir(parents=True, exist_ok=True)
-        # The sources of what this machine takes its packages from.
-        for file in [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").iterdir()]:
-            if file.is_file():
-                text = re.sub(r"(?m)^(deb|Types: *deb)(?=\s)", r"\1-src", file.read_text())
-                (state / "sources" / file.name).write_text(text)
-        options = [
-            f"--option=Dir::Etc::SourceList={state}/sources/sources.list",
-            f"--option=Dir::Etc::SourceParts={state}/sources",
-            f"--option=Dir::State::Lists={state}/lists",
-            f"--option=Dir::Cache={state}/cache",
-            "--option=APT::Sandbox::User=root",
-        ]
-        run("apt-get", *options, "update")
-        run("apt-get", *options, "source", "nghttp2", cwd=folder)
+        debian_source(folder, own_sources(), "nghttp2")
     (found,) = [each for each in folder.glob("nghttp2-*") if each.is_dir()]
     (description,) = folder.glob("nghttp2_*.dsc")
     return found, description.stem.partition("_")[2]

@@ -8,9 +8,11 @@ configured: there is no compiler, no header, and nothing of this machine. It is 
 mounts and processes, and with 64 MiB of shared memory, as containers have. Programs of another processor run under
 qemu. It is so slow that this machine's pip installs there, and that one model answers in place of the demo, whose
 deadlines are those of a processor. `here-…` are the other versions of Python that this machine has, each in an
-environment of its own. The systems of a C library that Debian has no Python for are not there.
+environment of its own. Debian has no Python for musl, so `.ci/musl.py` builds one. It installs nothing by itself, and
+runs more than the demo, as the tests do not run there.
 
-Needs root, mmdebstrap, and the wheels in `dist`; for arm64 also qemu-user-static, arch-test and binfmt_misc.
+Needs root, mmdebstrap, and the wheels in `dist`; for arm64 also qemu-user-static, arch-test and binfmt_misc; for musl
+what `.ci/musl.py` needs.
 """
 
 from __future__ import annotations
@@ -40,13 +42,23 @@ LONGEST = 60
 
 @dataclass(frozen=True)
 class System:
-    """A version of Debian for a kind of processor."""
+    """A version of Debian for a kind of processor, or its musl alone."""
 
     suite: str
     architecture: str
     wheel: str
     """The end of the wheel's name."""
     longest: float = LONGEST
+
+    @property
+    def is_musl(self) -> bool:
+        return self.wheel.startswith("musllinux")
+
+    @property
+    def platforms(self) -> list[str]:
+        """The tags of wheels that it takes."""
+        tags = ("musllinux_1_2",) if self.is_musl else ("manylinux_2_28", "manylinux_2_27", "manylinux2014")
+        return [f"{each}_{self.wheel.removeprefix(tags[0] + '_')}" for each in tags]
 
 
 SYSTEMS = {
@@ -55,6 +67,7 @@ SYSTEMS = {
     "debian-sid": System("sid", "amd64", "manylinux_2_28_x86_64"),
     # An emulated processor is ten times as slow.
     "debian-13-arm64": System("trixie", "arm64", "manylinux_2_28_aarch64", 10 * LONGEST),
+    "musl": System("trixie", "amd64", "musllinux_1_2_x86_64"),
 }
 
 # Enters a folder: $1, then a command.
@@ -63,7 +76,7 @@ set -e
 root=$1; shift
 mount --make-rprivate /
 mount --bind "$root" "$root"
-mkdir -p "$root"/{proc,dev,tmp,etc/ssl/certs}
+mkdir -p "$root"/{proc,dev,tmp,run,etc/ssl/certs}
 mount -t proc proc "$root/proc"
 mount -t tmpfs tmpfs "$root/dev"
 mkdir "$root/dev/shm"
@@ -92,6 +105,24 @@ with moonpool.Runtime(str(examples() / "models")) as runtime:
     if count.tolist() != [[10]]:
         raise SystemExit(f"primes answered {count}")
 """
+
+# Asks a confined model, and runs source that must not read everything.
+STRICT = """
+import moonpool
+from moonpool.runtime.cli.demo import examples
+with moonpool.Runtime(str(examples() / "models"), models=[], sandbox="strict") as runtime:
+    runtime.load("primes")
+    count = runtime.infer("primes", {"LIMIT": [[30]]}, timeout_s=60)["COUNT"]
+    if count.tolist() != [[10]]:
+        raise SystemExit(f"primes answered {count}")
+if moonpool.run("sum(x)", {"x": [1, 2, 6]}, timeout_s=60, memory="512M").value != 9:
+    raise SystemExit("a confined process cannot count")
+error = moonpool.run("open('/proc/1/environ').read()", timeout_s=60).error
+if error is None or error.type != "PermissionError":
+    raise SystemExit(f"a confined process reads what is not its own: {error}")
+"""
+
+DEMO = ["-m", "moonpool", "demo"]
 
 # Prints what an environment has installed: versions, and bytes without what Python compiled.
 SIZES = """
@@ -124,12 +155,19 @@ def make(name: str, system: System) -> Path:
     if root.exists():
         return root
     ROOM.mkdir(parents=True, exist_ok=True)
-    options = [f"--architectures={system.architecture}", "--variant=extract", f"--include={','.join(PACKAGES)}"]
+    partly = ROOM / f".{name}"
+    shutil.rmtree(partly, ignore_errors=True)
+    packages = ["musl"] if system.is_musl else PACKAGES
+    options = [f"--architectures={system.architecture}", "--variant=extract", f"--include={','.join(packages)}"]
     # A mirror of the suite that changes daily may be a few weeks old.
     options += ["--aptopt=Acquire::Check-Valid-Until false"] if system.suite == "sid" else []
-    subprocess.run(["mmdebstrap", "--quiet", *options, system.suite, root, MIRROR], check=True)
-    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
-    (root / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
+    subprocess.run(["mmdebstrap", "--quiet", *options, system.suite, partly, MIRROR], check=True)
+    if system.is_musl:
+        (partly / "lib").symlink_to("usr/lib")
+        runpy.run_path(str(TREE / ".ci/musl.py"))["add_python"](partly)
+    (partly / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
+    (partly / "etc/group").write_text("root:x:0:\nnogroup:x:65534:\n")
+    partly.rename(root)
     return root
 
 
@@ -148,9 +186,17 @@ def clean_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names} | {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 
 
-def try_out(name: str, enter: list[str], python: str, environment: str, file: str, longest: float) -> bool:
-    """Install a wheel in a new environment and run the demo, or without an environment ask one model. Returns whether
-    that worked, in time, and was small.
+def try_out(
+    name: str,
+    enter: list[str],
+    python: str,
+    environment: str,
+    file: str,
+    programs: list[list[str]],
+    longest: float = LONGEST,
+) -> bool:
+    """Install a wheel in a new environment, unless that is empty, and run programs. Returns whether that worked, in
+    time, and was small.
     """
     variables = clean_environment()
 
@@ -170,7 +216,8 @@ def try_out(name: str, enter: list[str], python: str, environment: str, file: st
         if environment:
             do(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", file)
         installed = time.monotonic()
-        do(python, *(["-m", "moonpool", "demo"] if environment else ["-c", ANSWER]))
+        for program in programs:
+            do(python, *program)
         ended = time.monotonic()
         told = json.loads(do(python, "-c", SIZES))
     except RuntimeError as error:
@@ -195,11 +242,10 @@ def install_from_outside(file: Path, system: System, root: Path) -> None:
     """Install a wheel for the Python of a system, without starting that."""
     (library,) = (root / "usr/lib").glob("python3.*")
     version = library.name.removeprefix("python")
-    machine = system.wheel.rpartition("manylinux_2_28_")[2]
-    platforms = [f"--platform={each}_{machine}" for each in ("manylinux_2_28", "manylinux_2_27", "manylinux2014")]
-    target = root / "usr/local/lib" / library.name / "dist-packages"
+    target = library / "site-packages" if system.is_musl else root / "usr/local/lib" / library.name / "dist-packages"
     shutil.rmtree(target, ignore_errors=True)
-    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--only-binary=:all:", *platforms]
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--only-binary=:all:"]
+    options += [f"--platform={each}" for each in system.platforms]
     options += [f"--python-version={version}", f"--target={target}"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, file], check=True)
 
@@ -210,11 +256,12 @@ def try_system(name: str) -> bool:
     if emulated:
         register_emulator()
     root, file = make(name, system), wheel(system.wheel)
-    if emulated:
+    if emulated or system.is_musl:
         install_from_outside(file, system, root)
-        return try_out(name, entering(root), "/usr/bin/python3", "", "", system.longest)
+        programs = [["-c", ANSWER]] if emulated else [DEMO, ["-m", "moonpool", "sandbox"], ["-c", STRICT]]
+        return try_out(name, entering(root), "/usr/bin/python3", "", "", programs, system.longest)
     shutil.copy(file, root)
-    return try_out(name, entering(root), "/usr/bin/python3", "/opt/venv", f"/{file.name}", system.longest)
+    return try_out(name, entering(root), "/usr/bin/python3", "/opt/venv", f"/{file.name}", [DEMO], system.longest)
 
 
 def pythons_here() -> dict[str, str]:
@@ -226,7 +273,7 @@ def pythons_here() -> dict[str, str]:
 
 def try_python(name: str, python: str) -> bool:
     file = wheel(f"manylinux_2_28_{platform.machine()}")
-    return try_out(name, [], python, str(ROOM / name), str(file), LONGEST)
+    return try_out(name, [], python, str(ROOM / name), str(file), [DEMO])
 
 
 def main() -> None:
