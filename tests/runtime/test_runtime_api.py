@@ -161,7 +161,8 @@ def test_a_cancelled_end_ends_at_once(double: Path, method: str) -> None:
             waiting = runtime.submit("m", {"X": np.full((1, 1), -1, np.float32)})
             end = runtime.aclose() if method == "aclose" else runtime.aunload("m")
             ending = asyncio.ensure_future(end)
-            await asyncio.sleep(0)
+            # An end that is cancelled before its thread runs has not begun, and the model stays.
+            await asyncio.to_thread(wait_until, lambda: not runtime.models())
             ending.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await ending
