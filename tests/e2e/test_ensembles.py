@@ -329,8 +329,9 @@ def test_ten_thousand_requests_at_once_all_have_an_outcome(tmp_path: Path) -> No
         assert good + cancelled == 10_000
         wait_until(lambda: not in_flight(runtime, "three", "slow", "adds"), what="the end")
         statistics = runtime.statistics("three")["inference_stats"]
-        assert statistics["success"]["count"] == good
-        assert statistics["fail"]["count"] == cancelled
+        # A caller may leave when its answer is just counted.
+        assert good <= statistics["success"]["count"] <= good + cancelled
+        assert statistics["success"]["count"] + statistics["fail"]["count"] == 10_000
 
 
 class TestStatistics:
