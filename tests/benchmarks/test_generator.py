@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -238,6 +238,14 @@ def test_a_request_fails_at_its_deadline_while_others_are_answered() -> None:
 
 
 def test_a_connection_that_cannot_be_made_holds_up_no_other() -> None:
+    is_full = threading.Event()
+
+    class LateWire(HttpWire):
+        def opening(self) -> Sequence[bytes | memoryview]:
+            # Before the window, so no deadline passes meanwhile.
+            assert is_full.wait(PATIENCE_S)
+            return super().opening()
+
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1))
 
@@ -248,6 +256,7 @@ def test_a_connection_that_cannot_be_made_holds_up_no_other() -> None:
                     filler = stack.enter_context(socket.socket())
                     filler.setblocking(False)
                     filler.connect_ex(listener.getsockname())
+                is_full.set()
                 read_request(dropped)
                 dropped.close()
                 while read_request(kept):
@@ -255,8 +264,11 @@ def test_a_connection_that_cannot_be_made_holds_up_no_other() -> None:
 
         server = threading.Thread(target=serve)
         server.start()
-        wire = [lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n")]
-        pressed = Generator(listener.getsockname(), wire, timeout_s=DEADLINE_S)
+        wires: list[Callable[[], Wire]] = [
+            lambda: HttpWire(b"GET / HTTP/1.1\r\n\r\n"),
+            lambda: LateWire(b"GET / HTTP/1.1\r\n\r\n"),
+        ]
+        pressed = Generator(listener.getsockname(), wires, timeout_s=DEADLINE_S)
         try:
             tally = pressed.closed_loop(2, 2.0 * DEADLINE_S, time.perf_counter_ns())
         finally:
