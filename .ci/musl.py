@@ -6,7 +6,7 @@ Theory of operation. Debian has musl and lets gcc compile for it, but has no Pyt
 Debian's source package, with libffi and zlib inside its modules. Its programs run while it is built, with this
 machine's musl, which may be older than that of the folder. The folder gets one program, and the modules in Python that
 a program may need; it has no shell, and nothing of glibc. This Python has no ssl, bz2 and lzma, so packages come from
-outside. All of it takes about four minutes of a processor, and fails after ten minutes.
+outside. All of it takes two and a half minutes of a processor, and fails after ten minutes.
 
 Needs Debian or Ubuntu for x86_64 with apt, make, musl-tools and linux-libc-dev.
 """

@@ -147,9 +147,10 @@ def checksum(name: str) -> str:
 
 def load(name: str) -> Any:
     """Import an extension. Raises `ImportError` if this interpreter has none, or if it is older than its sources."""
-    # An older interpreter would load the file, as its name fits, and miss functions that it calls.
-    if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
-        raise ImportError(f"{name} is for CPython from 3.11 on")
+    # An older interpreter would load the file, as its name fits, and miss functions that it calls. One without its lock
+    # lays out objects in another way.
+    if sys.version_info < (3, 11) or sys.implementation.name != "cpython" or "t" in sys.abiflags:
+        raise ImportError(f"{name} is for CPython from 3.11 on, with its lock")
     # It has the types of these. Python's forms of them would not do.
     for module in compiled_from(name):
         for other in needed(module.with_suffix(".pxd")):

@@ -85,6 +85,15 @@ def test_what_has_no_sources_beside_it_is_taken(other: str, monkeypatch: pytest.
     assert extension.load(other) is sys.modules[other]
 
 
+def test_a_python_without_its_lock_takes_nothing_that_is_compiled(
+    other: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extension, "sources", lambda _: [])
+    monkeypatch.setattr(sys, "abiflags", "t")
+    assert extension.load_if_there(other) is None
+    assert caplog.text == ""
+
+
 def test_what_is_not_compiled_is_missing_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     assert extension.load_if_there("moonpool.ipc._nothing") is None
     assert caplog.records == []
