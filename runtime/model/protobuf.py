@@ -198,7 +198,8 @@ def _entry_of(field: str) -> str:
     return "".join(part.capitalize() for part in field.split("_")) + "Entry"
 
 
-_making = threading.Lock()
+# A signal handler may ask for a message on the thread that makes one.
+_making = threading.RLock()
 
 
 class Messages:
