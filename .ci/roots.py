@@ -99,7 +99,7 @@ import moonpool
 from moonpool.ipc.extension import load
 from moonpool.runtime.cli.demo import examples
 load("moonpool.ipc.port._port")
-with moonpool.Runtime(str(examples() / "models")) as runtime:
+with moonpool.Runtime(str(examples() / "models"), models=[]) as runtime:
     runtime.load("primes")
     count = runtime.infer("primes", {"LIMIT": [[30]]}, timeout_s=300)["COUNT"]
     if count.tolist() != [[10]]:
