@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -144,6 +145,16 @@ class Hosted:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let the model answer nothing."""
+        pid = self.runtime.instances("m")[0]["pid"] or 0
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def check(self) -> None:
         """Check that a thread and a future are answered, and that nothing is left of the interrupted request."""
         others: list[Any] = []
@@ -232,11 +243,12 @@ def test_another_task_finds_the_end_of_a_stream_whose_close_is_interrupted(hoste
 def test_what_a_handler_raises_while_a_stream_is_closed_reaches_its_caller(
     hosted: Hosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = hosted.runtime.stream("m", rows(1), timeout_s=PATIENCE_S)
-    with monkeypatch.context() as patch:
-        interrupted_once(patch, Scheduler, "leave_soon")
-        with pytest.raises(Interrupted):
-            stream.close()
+    with hosted.stopped():
+        stream = hosted.runtime.stream("m", rows(1), timeout_s=PATIENCE_S)
+        with monkeypatch.context() as patch:
+            interrupted_once(patch, Scheduler, "leave_soon")
+            with pytest.raises(Interrupted):
+                stream.close()
     hosted.check()
 
 
