@@ -116,7 +116,7 @@ asyncio.run(none())""",
     "a timeout without a policy": Case("timed('timed_alone', 0.01, timeout=5).exec().has_error()", [False]),
     "a timeout that overrides nothing": Case("timed('timed_fixed', 0.01, timeout=5).exec().has_error()", [False]),
     "a timeout that is over before an idle instance has the request": Case(
-        "timed('timed', -1).exec()\nr = timed('timed', timeout=5).exec()\ntext(r), say(timed('timed', -1).exec())",
+        "timed('timed', -1).exec()\nr = timed('timed', timeout=1).exec()\ntext(r), say(timed('timed', -1).exec())",
         ["Request timeout expired", []],
     ),
     "a timeout that is not for the model": Case(
