@@ -17,7 +17,6 @@ import os
 import platform
 import runpy
 import shutil
-import subprocess
 import sys
 import tarfile
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parent.parent
 ROOM = TREE / "build/musl"
 PYTHON = "python3.13"
+release = runpy.run_path(str(TREE / ".ci/release.py"))
 # Source packages, each with the suite of Debian that it is from.
 SOURCES = {PYTHON: "trixie", "libffi": "trixie", "zlib": "bookworm"}
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -64,22 +64,7 @@ exec musl-gcc "$@" -idirafter {headers}
 
 def run(end: float, cwd: Path, *command: str | Path, **variables: str) -> None:
     """Run a command. If it fails or takes longer than until `end`, end the program."""
-    try:
-        done = subprocess.run(
-            list(map(str, command)),
-            cwd=cwd,
-            env={**os.environ, **variables},
-            timeout=max(1.0, end - time.monotonic()),
-            check=False,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        sys.exit(f"the Python for musl was not built within {LONGEST} s")
-    if done.returncode:
-        sys.exit(f"{done.stdout[-5000:]}\n{command[0]} failed in {cwd}")
+    release["run"](*command, cwd=cwd, timeout_s=max(1.0, end - time.monotonic()), **variables)
 
 
 def fetch() -> Path:
@@ -90,7 +75,6 @@ def fetch() -> Path:
         shutil.rmtree(partly, ignore_errors=True)
         lines = [f"deb-src [signed-by={KEYRING}] {MIRROR} {suite} main\n" for suite in sorted({*SOURCES.values()})]
         packages = [f"{package}/{suite}" for package, suite in SOURCES.items()]
-        release = runpy.run_path(str(TREE / ".ci/release.py"))
         release["debian_source"](partly, {"sources.list": "".join(lines)}, "--download-only", *packages)
         for packed_file in [each for kind in ("bz2", "gz", "xz") for each in partly.glob(f"*.orig.tar.{kind}")]:
             with tarfile.open(packed_file) as packed:

@@ -88,18 +88,24 @@ TARGETS = [
 ]
 
 
-def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-    """Run a command and return what it printed. If it fails, print all of that and end the program."""
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**os.environ, **variables},
-        check=False,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def run(*command: str | Path, cwd: Path | None = None, timeout_s: float | None = None, **variables: str) -> str:
+    """Run a command and return what it printed. If it fails, print all of that and end the program, as after
+    `timeout_s`.
+    """
+    try:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=cwd,
+            env={**os.environ, **variables},
+            timeout=timeout_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        sys.exit(str(error))
     if done.returncode:
         print(done.stdout, file=sys.stderr)
         sys.exit(f"{shlex.join(map(str, command))} failed with status {done.returncode}")

@@ -249,7 +249,8 @@ class _Description:
             raise self._refusal(
                 f"it has no weights in safetensors, only pickles, which are programs: {_listed(pickles)}. "
                 f"{PICKLED_WEIGHTS}={self._commit} lets its process at its sandbox level read {_PICKLE}; "
-                f"`moonpool convert {self._url}@{self._commit} FOLDER --pickled-weights={self._commit}` makes safetensors of it, once"
+                f"`moonpool convert {self._url}@{self._commit} FOLDER --pickled-weights={self._commit}` makes "
+                "safetensors of it, once"
             )
         raise self._refusal(f"it has neither {_WEIGHTS} nor {_INDEX}")
 
