@@ -5,12 +5,14 @@ allow.
 from __future__ import annotations
 
 import asyncio
+import asyncio.trsock
 import contextlib
 import errno
 import os
 import resource
 import socket
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.server.options.table import ServerOptions
@@ -53,6 +55,28 @@ async def bound_sockets(address: str, port: int, *, reuse_port: bool) -> list[so
             one.close()
         raise
     return bound
+
+
+class ListeningServer(Protocol):
+    """A server whose sockets are bound."""
+
+    @property
+    def sockets(self) -> Sequence[socket.socket | asyncio.trsock.TransportSocket | None]:
+        """Return its sockets. uvloop has None, or a closed one, where it closed a socket."""
+
+    async def start_serving(self) -> None:
+        """Listen, and accept clients from now on."""
+
+
+async def serve(server: ListeningServer) -> None:
+    """Have a server accept clients from now on. Raises `OSError`.
+
+    Two servers that start at the same time may both bind a port, but only the first one may listen. uvloop closes the
+    socket of the other one and raises nothing.
+    """
+    await server.start_serving()
+    if any(each is None or each.fileno() < 0 for each in server.sockets):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 _FILES = resource.RLIMIT_NOFILE

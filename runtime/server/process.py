@@ -41,6 +41,7 @@ from moonpool.runtime.residency.policy import Resident
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.capture import Capture
 from moonpool.runtime.server.clients import AllClients
+from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.listening import connections
 from moonpool.runtime.server.log import LogControl, ServerLog
@@ -57,6 +58,7 @@ from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.traces import Traces
 
 if TYPE_CHECKING:
+    from moonpool.runtime.server.grpc.options import GrpcOptions
     from moonpool.runtime.server.grpc.server import GrpcServer
 
 
@@ -95,6 +97,7 @@ class Server:
         self._options = options
         self._http_options = http_options(options)
         self._grpc_options = grpc_options(options) if options.allow_grpc else None
+        _check_ports(self._http_options, self._grpc_options)
         self._service = make_service(options, log, progress)
         self._runtime = self._service.runtime
         self._together = AllClients(connections(options).together)
@@ -340,6 +343,20 @@ def _check(options: ServerOptions) -> None:
     for flag, value in limits.items():
         if value is not None and options.model_control_mode != "demand":
             raise BadOption(f"{flag} needs --model-control-mode=demand")
+
+
+def _check_ports(http: HttpOptions, grpc: GrpcOptions | None) -> None:
+    """Raise `BadOption` if two protocols have one port. The kernel would say so only after the models are loaded."""
+    wanted = {
+        "--http-port": (http.address, http.port),
+        "--openai-port": (http.openai_address, http.openai_port),
+        "--metrics-port": (http.metrics_address, http.metrics_port),
+        "--grpc-port": (grpc.address, grpc.port) if grpc is not None else ("", None),
+    }
+    flags: dict[tuple[str, int], str] = {}
+    for flag, (address, port) in wanted.items():
+        if port and (other := flags.setdefault((address, port), flag)) != flag:
+            raise BadOption(f"{other} and {flag} are both {port}; give one of them another port")
 
 
 def config_limits(texts: Iterable[str]) -> ConfigLimits:

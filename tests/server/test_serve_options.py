@@ -73,6 +73,8 @@ def test_a_command_line_that_is_wrong_says_what_is_meant(models: Path, said: Sai
             "restricted api 'health' can not be specified in multiple config groups"
         ),
         ("--allow-http=false", "--allow-grpc=false"): "nothing to serve with",
+        ("--http-port=8001", "--grpc-port=8001"): "--http-port and --grpc-port are both 8001",
+        ("--http-port=8000", "--openai-port=8000"): "--http-port and --openai-port are both 8000",
         ("--http-server-cert=x",): "needed both",
         ("--trace-config=nonsense=1",): "--trace-config",
         ("--metrics-config=nonsense=1",): "--metrics-config",

@@ -32,7 +32,7 @@ from moonpool.runtime.server.grpc.methods import methods
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.reflection import reflection_methods
 from moonpool.runtime.server.grpc.stream import Streams
-from moonpool.runtime.server.listening import CannotListen, bound_sockets
+from moonpool.runtime.server.listening import CannotListen, bound_sockets, serve
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tls import TlsServer
 
@@ -127,7 +127,7 @@ class GrpcPort:
         # Large messages that have taken memory and have not come whole.
         self.awaited_bytes = 0
         self.clients = clients
-        self._servers: list[asyncio.AbstractServer | TlsServer] = []
+        self._servers: list[asyncio.Server | TlsServer] = []
         self._looking: asyncio.TimerHandle | None = None
         times_ms = (
             options.keepalive_time_ms,
@@ -158,7 +158,7 @@ class GrpcPort:
         """Serve."""
         try:
             for server in self._servers:
-                await server.start_serving()
+                await serve(server)
         except OSError as error:
             raise CannotListen("grpc", self.options.address, self.port, error) from error
         self._look()

@@ -14,7 +14,7 @@ from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
 from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.routes import RouteTable
-from moonpool.runtime.server.listening import CannotListen, bound_sockets
+from moonpool.runtime.server.listening import CannotListen, bound_sockets, serve
 from moonpool.runtime.server.meter import Meter
 from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.restriction import Origins, Restriction
@@ -36,8 +36,13 @@ class HttpServer:
         """The ports that are served, by "http", "openai" and "metrics"."""
         self._service = service
         self._options = options
+        self._addresses = {
+            "http": options.address,
+            "openai": options.openai_address,
+            "metrics": options.metrics_address,
+        }
         self._together = together or AllClients()
-        self._parts: list[tuple[asyncio.AbstractServer | TlsServer, HttpPort]] = []
+        self._parts: list[tuple[asyncio.Server | TlsServer, HttpPort]] = []
         self._executor = TaskPool(_THREADS, "moonpool-http")
         self._patient = TaskPool(_PATIENT_THREADS, "moonpool-control")
 
@@ -45,8 +50,11 @@ class HttpServer:
         """Take the ports, unless that was done, and serve. Raises what `bind` raises."""
         if not self._parts:
             await self.bind()
-        for server, _ in self._parts:
-            await server.start_serving()
+        for name, (server, _) in zip(self.ports, self._parts, strict=True):
+            try:
+                await serve(server)
+            except OSError as error:
+                raise CannotListen(name, self._addresses[name], self.ports[name], error) from error
 
     async def bind(self) -> None:
         """Take the ports; nobody is served before `start`.
@@ -116,7 +124,7 @@ class HttpServer:
         limits = self._options.limits
         port = HttpPort(loop, handler, limits, self._clients(name))
         reuse_port = self._options.reuse_port
-        server: asyncio.AbstractServer | TlsServer
+        server: asyncio.Server | TlsServer
         try:
             if tls is not None:
                 sockets = await bound_sockets(address, number, reuse_port=reuse_port)

@@ -113,6 +113,19 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(serve: Serve) -> None:
         OnLoop(lambda: GrpcServer(served.service, GrpcOptions(port=served.server.port)))
 
 
+def test_of_two_servers_that_start_at_once_the_second_to_listen_is_refused_the_port(serve: Serve) -> None:
+    service = serve().service
+    first = OnLoop(lambda: GrpcServer(service, GrpcOptions(port=0)))
+    second = OnLoop(lambda: GrpcServer(service, GrpcOptions(port=first.port)))
+    try:
+        first.start()
+        with pytest.raises(moonpool.MoonpoolError, match=rf"port {first.port} \(grpc\): Address already in use"):
+            second.start()
+    finally:
+        second.close()
+        first.close()
+
+
 def test_a_server_that_was_never_started_gives_its_port_back(serve: Serve) -> None:
     service = serve().service
     first = OnLoop(lambda: GrpcServer(service, GrpcOptions(port=0)))

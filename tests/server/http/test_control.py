@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import posix_ipc
 import pytest
+from tests.server.certificates import self_signed
 from tests.server.http.served import served, serving
 from tests.server.http.serving import Serving
 from tests.server.repositories import write
 from tests.waiting import wait_until
 
 import moonpool
+from moonpool.runtime.server.http.options import HttpOptions
+from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.traces import Traces
 
@@ -220,3 +223,27 @@ def test_requests_are_traced(tmp_path: Path) -> None:
     assert names[:2] == ["HTTP_RECV_START", "HTTP_RECV_END"]
     assert {"REQUEST_START", "COMPUTE_START", "REQUEST_END"} <= set(names)
     assert {"HTTP_SEND_START", "HTTP_SEND_END"} <= set(names)
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_of_two_servers_that_start_at_once_the_second_to_listen_is_refused_the_port(
+    controlled: Serving, tmp_path: Path, is_tls: bool
+) -> None:
+    key, certificate = self_signed(tmp_path)
+    files: Any = {"certificate": certificate, "private_key": key} if is_tls else {}
+
+    async def start_both() -> None:
+        servers = [HttpServer(controlled.service, HttpOptions(port=0, metrics_port=None, **files))]
+        try:
+            await servers[0].bind()
+            port = servers[0].ports["http"]
+            servers.append(HttpServer(controlled.service, HttpOptions(port=port, metrics_port=None, **files)))
+            await servers[1].bind()
+            await servers[0].start()
+            with pytest.raises(moonpool.MoonpoolError, match=rf"port {port} \(http\): Address already in use"):
+                await servers[1].start()
+        finally:
+            for server in servers:
+                server.close()
+
+    controlled.run(start_both)
