@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import errno
 import hashlib
 import io
 import json
@@ -366,9 +367,15 @@ def others_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return others
 
 
-def check_free(folder: Path, name: str, more: Sequence[str] = ()) -> None:
-    """Raise `BadResult` if the folder has a result of that name already; `more` are endings beside the usual ones."""
-    for suffix in (*SUFFIXES, *more):
+def check_free(folder: Path, name: str, more: Sequence[str] = (), *, overwrite: bool = False) -> None:
+    """Make the folder, and raise `BadResult` if it has a result of that name already, unless `overwrite` is true.
+
+    `more` are endings beside the usual ones. Raises `OSError` if nothing can be written there, before the measurement.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    for suffix in () if overwrite else (*SUFFIXES, *more):
         path = folder / f"{name}{suffix}"
         if path.exists():
             raise BadResult(
@@ -386,8 +393,12 @@ def write(folder: Path, name: str, found: Mapping[str, Any], *, overwrite: bool 
     written = []
     for suffix, text in texts.items():
         path = folder / f"{name}{suffix}"
-        with path.open("w" if overwrite else "x", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            error.filename = str(path)  # a full disk's error has none
+            raise
         written.append(path)
     return written
 

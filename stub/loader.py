@@ -201,12 +201,11 @@ def _find(module: ModuleType, path: str, qualname: str | None) -> Callable[..., 
     # A class beside a model may have methods of any names. Those of OpenAI's API count only if no class is called.
     models = _models_in(module, ("__call__",)) or _models_in(module, METHODS)
     if len(models) != 1:
-        names = ", ".join(model.__name__ for model in models) or "none"
         example = f"{os.path.basename(path)}:{_example(module, models)}"
         raise LoadError(
             "class",
-            f"{path} must have exactly one class that defines __call__, or methods of OpenAI's API "
-            f"({', '.join(METHODS)}), and has {names}; "
+            f"{path} must have a class {CLASS_NAME}, or exactly one class that defines __call__ or methods of OpenAI's "
+            f"API ({', '.join(METHODS)}); it defines {_classes_of(module)}; "
             f"name the one to use: '{example}' as the source of a load, or as default_model_filename in config.pbtxt.",
         )
     return models[0]

@@ -78,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = command_line.checked(arguments)
     if options.loadgen is not None:
         return _loadgen(options, options.loadgen)
-    if options.save is not None and not options.overwrite:
-        results.check_free(options.save, options.file_name, _endings(options))
+    if options.save is not None:
+        results.check_free(options.save, options.file_name, _endings(options), overwrite=options.overwrite)
     earlier = results.read(options.against_file) if options.against_file else None
     with contextlib.ExitStack() as stack:
         asked = _asked(stack, options)

@@ -7,6 +7,7 @@ by signal n.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -120,6 +121,9 @@ def _run(arguments: Sequence[str]) -> int:
     is_plain = arguments[:1] and arguments[0] in _COMMANDS and not are_wanted()
     parser = make_parser(arguments[:1] if is_plain else _COMMANDS)
     offer_completions(parser)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return WRONG_USAGE
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(unknown, options)}")
@@ -191,6 +195,9 @@ def make_parser(names: Iterable[str] = _COMMANDS) -> argparse.ArgumentParser:
 def _text_of(error: MoonpoolError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}{remedy(error)}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Python names the file only if it cannot be opened.
+        return f"cannot write all of the output: {os.strerror(error.errno)}"
     text = str(error) or type(error).__name__
     return text + remedy(error) if isinstance(error, OSError) else text
 

@@ -205,7 +205,14 @@ def test_a_result_is_not_replaced_unless_it_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         results.write(tmp_path, "m", found)
     assert len(results.write(tmp_path, "m", found, overwrite=True)) == 2
+    results.check_free(tmp_path, "m", overwrite=True)
     results.check_free(tmp_path, "m-other")
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_the_measurement(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        results.check_free(tmp_path / "file", "m")
 
 
 def about(**changes: object) -> dict[str, object]:

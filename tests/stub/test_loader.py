@@ -214,10 +214,10 @@ def test_a_class_or_function_can_be_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "names"),
-    [("class A:\n  def __call__(self): 1\nclass B:\n  def __call__(self): 1", "A, B"), ("class A: pass", "none")],
+    [("class A:\n  def __call__(self): 1\nclass B:\n  def __call__(self): 1", "A, B"), ("class A: pass", "A")],
 )
 def test_none_and_several_are_refused(tmp_path: Path, source: str, names: str) -> None:
     write(tmp_path, mine=source)
 
-    with pytest.raises(LoadError, match=f"exactly one class .* has {names};"):
+    with pytest.raises(LoadError, match=f"TritonPythonModel, or exactly one class .* it defines {names};"):
         load_native(str(tmp_path / "mine.py"))

@@ -133,6 +133,20 @@ def test_a_wrong_word_gets_one_sentence(cli: CommandLine, words: str, end: str) 
     assert ended.stderr.endswith(end + "\n")
 
 
+def test_no_command_shows_the_help(cli: CommandLine) -> None:
+    assert "\n    serve " in cli().stderr
+
+
+def test_a_full_disk_is_one_line(cli: CommandLine) -> None:
+    with open("/dev/full", "w") as full:
+        process = cli.start("check", MODELS, "primes", stdout=full.fileno(), stderr=subprocess.PIPE)
+        with process:
+            _, said = process.communicate(timeout=PATIENCE_S)
+
+    assert process.returncode == 1
+    assert said == b"moonpool: error: cannot write all of the output: No space left on device\n"
+
+
 def test_missing_arguments_are_named_but_not_optional_ones(cli: CommandLine) -> None:
     assert cli("check").stderr.endswith("the following arguments are required: REPO\n")
 
