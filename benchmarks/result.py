@@ -148,7 +148,8 @@ def check_requests(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str
     else:
         return
     raise Incomparable(
-        f"{name} was measured with other requests: {what}. Give the same --input, --shape and --batch, or measure it anew"
+        f"{name} was measured with other requests: {what}. Give the same --input, --shape and --batch, or measure it "
+        "anew"
     )
 
 

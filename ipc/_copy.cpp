@@ -8,7 +8,8 @@ namespace {
 
 using Copy = void(char*, const char*, size_t);
 
-// copy(target, offset, source): both must be contiguous buffers, or it raises BufferError. Lets other threads run meanwhile.
+// copy(target, offset, source): both must be contiguous buffers, or it raises BufferError. Lets other threads run
+// meanwhile.
 template <Copy kCopy>
 PyObject* copy(PyObject*, PyObject* arguments) {
   PyObject *to = nullptr, *from = nullptr;

@@ -64,8 +64,8 @@ T = TypeVar("T")
 # Registries and not runtimes: the models of a runtime that nobody has any more must still be finalized.
 _open_registries: set[ModelRegistry] = set()
 _ONE_OF_MANY = (
-    "One of {} models could not be loaded, so none is loaded. Runtime(repository, models=[...]) loads only the models that it "
-    "names. With models=[] it loads none, and load() loads them one by one."
+    "One of {} models could not be loaded, so none is loaded. Runtime(repository, models=[...]) loads only the models "
+    "that it names. With models=[] it loads none, and load() loads them one by one."
 )
 
 

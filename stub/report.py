@@ -213,8 +213,8 @@ def _about_modules(error: BaseException, text: str, policy: Policy) -> str:  # n
     folder = _folder_beside(name)
     if folder:
         return (
-            f"{name} lies in {folder}, in which the runtime was started; models import nothing from there unless the runtime's "
-            f"PYTHONPATH has it: PYTHONPATH={folder}"
+            f"{name} lies in {folder}, in which the runtime was started; models import nothing from there unless the "
+            f"runtime's PYTHONPATH has it: PYTHONPATH={folder}"
         )
     return (
         f"install {name} for {sys.executable}, under which the model runs, or name an environment that has it in "
@@ -250,8 +250,8 @@ def _about_variables(error: BaseException, text: str, policy: Policy) -> str:
         )
     if name.startswith(_OF_CREDENTIALS):
         return (
-            f"the runtime may keep {name} for its repository in the cloud; then a model sees it only if MOONPOOL_ENVIRONMENT "
-            "names it"
+            f"the runtime may keep {name} for its repository in the cloud; then a model sees it only if "
+            "MOONPOOL_ENVIRONMENT names it"
         )
     return f"set {name} for the runtime, whose environment the model has"
 
@@ -388,8 +388,8 @@ def _about_users(error: BaseException, text: str, policy: Policy) -> str:
     if not (policy.is_contained and isinstance(error, KeyError) and "getpwuid()" in text):
         return ""
     return (
-        "a contained model has a user without a name, and cannot read /etc/passwd: set USER for the runtime, where `getpass` and most "
-        "libraries look first"
+        "a contained model has a user without a name, and cannot read /etc/passwd: set USER for the runtime, where "
+        "`getpass` and most libraries look first"
     )
 
 

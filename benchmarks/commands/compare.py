@@ -31,8 +31,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="CONDITION",
         action="append",
         default=[],
-        help="exit with 1 if a load of B meets this, as p99>1.1x, requests_per_s<0.95x, p99>20ms or failed>0; a ratio must be "
-        "significant, too: the 95 %% interval of B/A must not contain 1; may be given many times",
+        help="exit with 1 if a load of B meets this, as p99>1.1x, requests_per_s<0.95x, p99>20ms or failed>0; a ratio "
+        "must be significant, too: the 95 %% interval of B/A must not contain 1; may be given many times",
     )
 
 

@@ -402,7 +402,8 @@ def _check_values(arguments: argparse.Namespace) -> None:
         raise UsageError("--instances must be more than 0")
     if arguments.label is not None and not _LABEL.fullmatch(arguments.label):
         raise UsageError(
-            f"--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not {arguments.label!r}"
+            "--label must be letters, digits, spaces and any of . _ + = @ , -, at most 60 of them, not "
+            f"{arguments.label!r}"
         )
 
 

@@ -14,9 +14,11 @@ from moonpool.benchmarks.slo import time_words
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2430; --soft: #5a6675; --line: #d5dbe3; --back: #fff;
-  --c0: #2563b8; --c1: #b8561a; --c2: #1f7a4d; --c3: #7a3fb0; --c4: #b0203f; --c5: #0f7c8a; --c6: #7d6608; --c7: #5a6675; }
+  --c0: #2563b8; --c1: #b8561a; --c2: #1f7a4d; --c3: #7a3fb0; --c4: #b0203f; --c5: #0f7c8a; --c6: #7d6608;
+  --c7: #5a6675; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6eaf0; --soft: #a0abba; --line: #37414f; --back: #14181f;
-  --c0: #79aef5; --c1: #f0a26b; --c2: #6fce9f; --c3: #c79bf2; --c4: #f58aa0; --c5: #66c9d6; --c6: #d9c15a; --c7: #a0abba; } }
+  --c0: #79aef5; --c1: #f0a26b; --c2: #6fce9f; --c3: #c79bf2; --c4: #f58aa0; --c5: #66c9d6; --c6: #d9c15a;
+  --c7: #a0abba; } }
 body { margin: 0 auto; max-width: 72rem; padding: 1rem; font: 1rem/1.5 system-ui, sans-serif;
   color: var(--text); background: var(--back); overflow-wrap: anywhere; }
 h1 { font-size: 1.4rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 1.5rem 0 .5rem; }

@@ -33,11 +33,12 @@ from moonpool.runtime.repository.repository import ModelRepository, suggesting
 
 HELP = "find the settings with which a model answers most requests within limits of latency"
 DESCRIPTION = """\
-Try a model with other numbers of instances and threads, larger batches, delays and templates, and print the settings with which it answers most requests a second within the limits of --slo, as a diff of its config.pbtxt.
-If it is an ensemble or asks other models, their settings are tried, too.
+Try a model with other numbers of instances and threads, larger batches, delays and templates, and print the settings
+with which it answers most requests a second within the limits of --slo, as a diff of its config.pbtxt. If it is an
+ensemble or asks other models, their settings are tried, too.
 
-A server of its own, on a free port of this machine, hosts the models; other servers are not touched, but anything else that runs
-here disturbs the figures. docs/TUNING.md explains the search.
+A server of its own, on a free port of this machine, hosts the models; other servers are not touched, but anything else
+that runs here disturbs the figures. docs/TUNING.md explains the search.
 """
 EXAMPLES = """\
 examples:
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="load only MODEL and the models named like this, may be given many times; by default all of REPO, as `moonpool serve` does",
+        help="load only MODEL and the models named like this, may be given many times; by default all of REPO, as "
+        "`moonpool serve` does",
     )
     results = parser.add_argument_group("the results")
     results.add_argument("--write", action="store_true", help="change the files config.pbtxt as the diff says")

@@ -157,7 +157,8 @@ class Report:
             wanted = f"No settings were found that hold{limits}" if slo else "No load settled"
             return [
                 *lines,
-                f"{wanted}. The best that was seen: {at} ({best.broken}), with {in_words(tuner.values_at(best.place))}.",
+                f"{wanted}. The best that was seen: {at} ({best.broken}), with "
+                f"{in_words(tuner.values_at(best.place))}.",
             ], False
         if best.place == tuner.start:
             return [*lines, f"Nothing better was found{limits} than the present settings: {at}."], True

@@ -442,7 +442,10 @@ def strict_beside_standard(report: Report, runtime: moonpool.Runtime, where: Dev
                     report.ratio(f"strict over standard, {way}", ratio, column=name, goal="at most 1.05", headline=True)
 
 
-_CONTEXT = "from moonpool.ipc.cuda.device import device; import time; b = time.perf_counter(); device(0); print(time.perf_counter() - b)"
+_CONTEXT = (
+    "from moonpool.ipc.cuda.device import device; import time; "
+    "b = time.perf_counter(); device(0); print(time.perf_counter() - b)"
+)
 
 
 def after_a_kill(report: Report, runtime: moonpool.Runtime, where: Device, pace: Pace) -> None:

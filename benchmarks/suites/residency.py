@@ -250,7 +250,8 @@ def measure(report: Report, quick: bool) -> None:
     measure_scaling(report, quick)
     measure_switches(report, quick)
     report.note(
-        "A request is warm if its model had instances when it was sent. The models take no memory to speak of: starts and ends are all that it costs."
+        "A request is warm if its model had instances when it was sent. The models take no memory to speak of: starts "
+        "and ends are all that it costs."
     )
     report.note(f"{SECONDS} in the environment is the time for which the callers ask.")
 

@@ -223,8 +223,8 @@ def _load() -> Driver:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise CudaUnavailable(
-            f"there is no driver of NVIDIA here ({error}), and {_NEEDED}; install it, start the container with its GPUs "
-            "(docker run --gpus all), or let the model run with KIND_CPU"
+            f"there is no driver of NVIDIA here ({error}), and {_NEEDED}; install it, start the container with its "
+            "GPUs (docker run --gpus all), or let the model run with KIND_CPU"
         ) from error
     version = _version(library)
     try:
@@ -237,8 +237,8 @@ def _load() -> Driver:
         driver.cuInit(0)
     except (CudaError, OutOfMemory) as error:
         raise CudaUnavailable(
-            f"no GPU can be used: {error}; the driver is {_of(version)}; look whether nvidia-smi lists a GPU here and whether "
-            "CUDA_VISIBLE_DEVICES leaves it visible"
+            f"no GPU can be used: {error}; the driver is {_of(version)}; look whether nvidia-smi lists a GPU here and "
+            "whether CUDA_VISIBLE_DEVICES leaves it visible"
         ) from error
     return driver
 

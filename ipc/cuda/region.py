@@ -393,8 +393,8 @@ def _create_legacy(device: Device, size_bytes: int) -> tuple[Mapping, bytes]:
     except CudaError as error:
         raise CudaUnavailable(
             f"device {device.ordinal} ({device.name}) shares memory with other processes neither by descriptor "
-            f"({device.why_no_descriptors}) nor by handle ({error}), and moonpool needs one of them; let the model run with "
-            "KIND_CPU"
+            f"({device.why_no_descriptors}) nor by handle ({error}), and moonpool needs one of them; let the model run "
+            "with KIND_CPU"
         ) from error
     return mapping, bytes(handle)
 

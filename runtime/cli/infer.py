@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--output-dir",
         metavar="DIR",
-        help="write each output to DIR/NAME.npy, those of a decoupled model to DIR/1/NAME.npy, DIR/2/NAME.npy and so on",
+        help="write each output to DIR/NAME.npy, those of a decoupled model to DIR/1/NAME.npy, DIR/2/NAME.npy and so "
+        "on",
     )
     where.add_argument(
         "--json",

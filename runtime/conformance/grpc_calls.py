@@ -113,10 +113,12 @@ INFERENCE: list[Case] = _infer(
 )  # fmt: skip
 INFERENCE += [
     (f"fails {how}", [("ModelInfer", fails(how, request_id="7"))])
-    for how in ("raise", "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED")
+    for how in ("raise", "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED",
+        "ALREADY_EXISTS", "CANCELLED")
 ]  # fmt: skip
 _PARAMETERS: list[dict[str, Any]] = [
-        {"a": 1, "b": "s", "c": True, "d": 1.5}, {"a": None}, {"a": 2**63}, {"triton_x": 1}, {"binary_data_output": True},
+        {"a": 1, "b": "s", "c": True, "d": 1.5}, {"a": None}, {"a": 2**63}, {"triton_x": 1},
+        {"binary_data_output": True},
         *({"sequence_id": value} for value in (1, "abc", -1, True, 2**63 + 5, 1.5, None, "x" * 129)),
         {"sequence_start": True}, {"sequence_start": 1}, {"sequence_end": True}, {"sequence_end": "x"},
         *({"priority": value} for value in (1, "1", -1, 2**63, True)),
@@ -139,13 +141,20 @@ def _raw(datatype: str, data: bytes, count: int) -> Case:
 
 
 DATATYPES: list[Case] = [
-    _given("BOOL", "bool_contents", True, False), _given("INT8", "int_contents", -128, 127), _given("INT8", "int_contents", 128),
-    _given("INT16", "int_contents", 40000), _given("INT32", "int_contents", -5), _given("INT64", "int64_contents", 2**62),
-    _given("UINT8", "uint_contents", 255, 256), _given("UINT16", "uint_contents", 7), _given("UINT32", "uint_contents", 2**32 - 1),
-    _given("UINT64", "uint64_contents", 2**64 - 1), _given("FP32", "fp32_contents", 1.5), _given("FP64", "fp64_contents", 0.1),
-    _given("BYTES", "bytes_contents", b"a", b"", b"\xff"), _given("FP16", "fp32_contents", 1.5), _given("BF16", "fp32_contents", 1.5),
-    _given("FP16", "bytes_contents", b"\0\0"), _raw("FP16", struct.pack("<2e", 1.5, -2), 2), _raw("BF16", b"\x80\x3f", 1),
-    _raw("BYTES", b"\1\0\0\0a\0\0\0\0", 2), _raw("BYTES", b"\1\0\0", 1), _raw("BYTES", b"\2\0\0\0a", 1), _raw("BYTES", b"\1\0\0\0a", 2),
+    _given("BOOL", "bool_contents", True, False), _given("INT8", "int_contents", -128, 127),
+    _given("INT8", "int_contents", 128),
+    _given("INT16", "int_contents", 40000), _given("INT32", "int_contents", -5),
+    _given("INT64", "int64_contents", 2**62),
+    _given("UINT8", "uint_contents", 255, 256), _given("UINT16", "uint_contents", 7),
+    _given("UINT32", "uint_contents", 2**32 - 1),
+    _given("UINT64", "uint64_contents", 2**64 - 1), _given("FP32", "fp32_contents", 1.5),
+    _given("FP64", "fp64_contents", 0.1),
+    _given("BYTES", "bytes_contents", b"a", b"", b"\xff"), _given("FP16", "fp32_contents", 1.5),
+    _given("BF16", "fp32_contents", 1.5),
+    _given("FP16", "bytes_contents", b"\0\0"), _raw("FP16", struct.pack("<2e", 1.5, -2), 2),
+    _raw("BF16", b"\x80\x3f", 1),
+    _raw("BYTES", b"\1\0\0\0a\0\0\0\0", 2), _raw("BYTES", b"\1\0\0", 1), _raw("BYTES", b"\2\0\0\0a", 1),
+    _raw("BYTES", b"\1\0\0\0a", 2),
     _raw("BYTES", b"\1\0\0\0a\1\0\0\0b", 1), _raw("BOOL", b"\2", 1),
 ]  # fmt: skip
 
@@ -190,7 +199,8 @@ CONTROL: list[Case] = [
     ("an unknown region", [("SystemSharedMemoryStatus", kserve.SystemSharedMemoryStatusRequest(name="nope"))]),
     *[
         (f"register {change!r}", [("SystemSharedMemoryRegister", register(**change)), _ALL])
-        for change in ({"key": "/nope"}, {"byte_size": 65}, {"byte_size": 0}, {"offset": 64, "byte_size": 1}, {"name": ""})
+        for change in ({"key": "/nope"}, {"byte_size": 65}, {"byte_size": 0}, {"offset": 64, "byte_size": 1},
+            {"name": ""})
     ],
     _registered("its status", _STATUS),
     _registered("twice", _KEPT),
@@ -227,15 +237,18 @@ _USUAL_LOG = ("LogSettings", logging(**_USUAL, log_format="default"))
 CONTROL += [
     (f"trace {message}".replace("\n", " "), [("TraceSetting", message), _NO_TRACE])
     for message in (
-        trace(), trace("add_sub"), trace("nope"), trace(trace_rate=["10"]), trace(trace_rate=["x"]), trace(trace_rate=["1", "2"]),
-        trace(trace_rate=[]), trace(trace_level=["TIMESTAMPS"]), trace(trace_level=["OFF", "TIMESTAMPS"]), trace(trace_level=[]),
+        trace(), trace("add_sub"), trace("nope"), trace(trace_rate=["10"]), trace(trace_rate=["x"]),
+        trace(trace_rate=["1", "2"]),
+        trace(trace_rate=[]), trace(trace_level=["TIMESTAMPS"]), trace(trace_level=["OFF", "TIMESTAMPS"]),
+        trace(trace_level=[]),
         trace(trace_count=["-2"]), trace(trace_file=["/x"]), trace(trace_file=[]), trace(nonsense=["1"]),
     )
 ]  # fmt: skip
 CONTROL += [
     (f"log {settings!r}", [("LogSettings", logging(**settings)), _USUAL_LOG])
     for settings in (
-        {}, {"log_info": False}, {"log_info": 1}, {"log_verbose_level": 1}, {"log_verbose_level": "1"}, {"log_format": "ISO8601"},
+        {}, {"log_info": False}, {"log_info": 1}, {"log_verbose_level": 1}, {"log_verbose_level": "1"},
+        {"log_format": "ISO8601"},
         {"log_format": "x"}, {"log_file": "x"}, {"nonsense": 1},
     )
 ]  # fmt: skip
@@ -249,13 +262,15 @@ STREAMS: list[Stream] = [
     ("one response, and an empty one wanted", [add_sub(request_id="b", triton_enable_empty_final_response=True)], []),
     ("two requests", [add_sub(request_id="1"), add_sub(request_id="2")], []),
     *[
-        (f"{count} responses of a decoupled model, fail {fail}, {empty}", [repeat(count, fail, request_id="a", **empty)], [])
+        (f"{count} responses of a decoupled model, fail {fail}, {empty}",
+            [repeat(count, fail, request_id="a", **empty)], [])
         for count in (0, 1, 3) for fail in (None, True) for empty in ({}, _EMPTY)
     ],
     ("an empty one wanted by a number", [repeat(1, triton_enable_empty_final_response=1, request_id="a")], []),
     ("an unknown model", [add_sub(model="nope", request_id="3")], []),
     ("an unknown model, then a good request", [add_sub(model="nope", request_id="3"), add_sub(request_id="4")], []),
-    ("a wrong shape, then a good request", [add_sub(tensor("INPUT0", shape=[5]), request_id="5"), add_sub(request_id="6")], []),
+    ("a wrong shape, then a good request", [add_sub(tensor("INPUT0", shape=[5]), request_id="5"),
+        add_sub(request_id="6")], []),
     ("an error of the model", [fails("NOT_FOUND", request_id="7")], []),
     ("a reserved parameter", [add_sub(request_id="9", triton_x=1)], []),
     ("an unknown output", [add_sub(request_id="9", outputs=[output("NOPE")])], []),

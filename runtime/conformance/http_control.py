@@ -68,10 +68,13 @@ WHICH_MODEL: list[Case] = [
 WHICH_MODEL += [
     ("an unknown model and no JSON", [infer("nope", b"x")]),
     *[
-        (f"fails {how}", [infer("fails", {"id": "7", "inputs": [{"name": "HOW", "shape": [1], "datatype": "BYTES", "data": [how]}]})])
-        for how in ("raise", "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED")
+        (f"fails {how}", [infer("fails", {"id": "7",
+            "inputs": [{"name": "HOW", "shape": [1], "datatype": "BYTES", "data": [how]}]})])
+        for how in ("raise", "UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED",
+            "ALREADY_EXISTS", "CANCELLED")
     ],
-    ("one response of a decoupled model", [infer("repeat", {"inputs": [{"name": "COUNT", "shape": [1], "datatype": "INT32", "data": [1]}]})]),
+    ("one response of a decoupled model", [infer("repeat",
+        {"inputs": [{"name": "COUNT", "shape": [1], "datatype": "INT32", "data": [1]}]})]),
 ]  # fmt: skip
 
 
@@ -187,10 +190,12 @@ SHARED_MEMORY: list[Case] = [
     *_lent("with a binary size", binary_data_size=16),
     *_lent("with classes", classification=1),
     _registered("with data", infer("add_sub", {"inputs": [{**shared("INPUT0"), "data": [1] * 4}, B]})),
-    _registered("without a size", infer("add_sub", {"inputs": [{**A, "parameters": {"shared_memory_region": "r"}}, B]})),
+    _registered("without a size", infer("add_sub", {"inputs": [{**A, "parameters": {"shared_memory_region": "r"}},
+        B]})),
     _registered(
         "what one request writes the next one reads",
-        infer("add_sub", {**GOOD, "outputs": [output("OUTPUT0", shared_memory_region="r", shared_memory_byte_size=16, shared_memory_offset=32)]}),
+        infer("add_sub", {**GOOD, "outputs": [output("OUTPUT0", shared_memory_region="r", shared_memory_byte_size=16,
+            shared_memory_offset=32)]}),
         infer("add_sub", {"inputs": [shared("INPUT0", shared_memory_offset=32), B]}),
     ),
     *_gets("/v2/cudasharedmemory/status", "/v2/cudasharedmemory/region/r/status"),
@@ -234,7 +239,8 @@ REPOSITORY: list[Case] = [
         "load, look, use, unload, look",
         [
             post(_LOAD), get("/v2/models/loadable"), get("/v2/models/loadable/versions/3"), infer("loadable", GOOD),
-            post("/v2/models/loadable/versions/1/infer", GOOD), *_GONE, infer("loadable", GOOD), get("/v2/models/loadable"),
+            post("/v2/models/loadable/versions/1/infer", GOOD), *_GONE, infer("loadable", GOOD),
+            get("/v2/models/loadable"),
         ],
     ),
     (
@@ -256,16 +262,22 @@ REPOSITORY: list[Case] = [
     _loaded("load with a file and no configuration", {"file:1/model.py": _FILE}),
     _loaded("load with a number for a file", {"config": config(), "file:1/model.py": 5}),
     _loaded("load with a file outside", {"config": config(), "file:../x.py": _FILE}),
-    _loaded("load with files", {"config": config(), "file:1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
-    _loaded("load with files from a slash on", {"config": config(), "file:/1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
-    _loaded("load with files from two slashes on", {"config": config(), "file://1/model.py": _FILE}, get("/v2/models/loadable"), infer("loadable", GOOD)),
+    _loaded("load with files", {"config": config(), "file:1/model.py": _FILE}, get("/v2/models/loadable"),
+        infer("loadable", GOOD)),
+    _loaded("load with files from a slash on", {"config": config(), "file:/1/model.py": _FILE},
+        get("/v2/models/loadable"), infer("loadable", GOOD)),
+    _loaded("load with files from two slashes on", {"config": config(), "file://1/model.py": _FILE},
+        get("/v2/models/loadable"), infer("loadable", GOOD)),
     _loaded("load with files of version 7", _SEVEN, infer("loadable", GOOD)),
-    ("load what fails", [post("/v2/repository/models/broken/load"), get("/v2/models/broken"), infer("broken", GOOD), get("/v2/models/broken/stats"), get("/v2/models/broken/config"), get("/v2/models/broken/ready")]),
+    ("load what fails", [post("/v2/repository/models/broken/load"), get("/v2/models/broken"), infer("broken", GOOD),
+        get("/v2/models/broken/stats"), get("/v2/models/broken/config"), get("/v2/models/broken/ready")]),
 ]  # fmt: skip
 
 _TRACE, _LOG = "/v2/trace/setting", "/v2/logging"
-_NO_TRACE = post(_TRACE, {"trace_level": None, "trace_rate": None, "trace_count": None, "log_frequency": None})  # fmt: skip
-_USUAL_LOG = post(_LOG, {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0, "log_format": "default"})  # fmt: skip
+_NO_TRACE = post(_TRACE, {"trace_level": None, "trace_rate": None, "trace_count": None,
+    "log_frequency": None})  # fmt: skip
+_USUAL_LOG = post(_LOG, {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0,
+    "log_format": "default"})  # fmt: skip
 
 
 def _set(path: str, usual: Http, *bodies: Any) -> list[Case]:

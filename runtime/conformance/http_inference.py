@@ -252,11 +252,13 @@ PARAMETERS: list[Case] = [
     *_told(timeout=[0, 5000000, 2**63, "1", -1, 1.5]),
     ("the id is told", [infer("told", {"id": "7", "inputs": [X]})]),
     *[
-        (f"priority {value} of 3", [infer("batched", {"inputs": batch([1, 2, 3, 4]), "parameters": {"priority": value}})])
+        (f"priority {value} of 3", [infer("batched",
+            {"inputs": batch([1, 2, 3, 4]), "parameters": {"priority": value}})])
         for value in (0, 3, 4)
     ],
     *[
-        (f"timeout {value} of 5000000", [infer("batched", {"inputs": batch([1, 2, 3, 4]), "parameters": {"timeout": value}})])
+        (f"timeout {value} of 5000000", [infer("batched",
+            {"inputs": batch([1, 2, 3, 4]), "parameters": {"timeout": value}})])
         for value in (0, 5, 4000000, 6000000)
     ],
 ]  # fmt: skip

@@ -183,8 +183,8 @@ class _Inference:
             most, own = self._config.max_batch_size, member.max_batch_size
             if own and own < most:
                 raise Unfit(
-                    f"ensemble {self._config.name} allows maximum batch size {most}, but it contains model {member.name} "
-                    f"which only allows maximum batch size to be {own}"
+                    f"ensemble {self._config.name} allows maximum batch size {most}, but it contains model "
+                    f"{member.name} which only allows maximum batch size to be {own}"
                 )
             self._check_inputs(step, member)
             self._check_outputs(step, member)
@@ -209,8 +209,8 @@ class _Inference:
         for name, tensor in step.outputs:
             if name not in outputs:
                 raise Unfit(
-                    f"in ensemble {self._config.name}, ensemble tensor {tensor} is mapped from non-existing output {name} "
-                    f"in model {step.model}"
+                    f"in ensemble {self._config.name}, ensemble tensor {tensor} is mapped from non-existing output "
+                    f"{name} in model {step.model}"
                 )
             self._meet(tensor, _Inferred.of(member, outputs[name]))
 
@@ -223,8 +223,8 @@ class _Inference:
             what, shown = "shape", [_shown(known.dims), _shown(other.dims)]
         if what:
             raise Unfit(
-                f"in ensemble {self._config.name}, ensemble tensor {tensor}: inconsistent {what}: {shown[0]} is inferred from "
-                f"model {known.model} while {shown[1]} is inferred from model {other.model}"
+                f"in ensemble {self._config.name}, ensemble tensor {tensor}: inconsistent {what}: {shown[0]} is "
+                f"inferred from model {known.model} while {shown[1]} is inferred from model {other.model}"
             )
 
 

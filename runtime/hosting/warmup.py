@@ -160,8 +160,8 @@ class Warmup:
             total_bytes += tensor.raw.nbytes
             if most_bytes is not None and total_bytes > most_bytes:
                 raise LoadFailed(
-                    f"the warmup samples of model '{self._model.name}' up to '{sample.name}' take {total_bytes} bytes or more, "
-                    f"and MOONPOOL_REGION_LIMIT_BYTES allows {most_bytes}"
+                    f"the warmup samples of model '{self._model.name}' up to '{sample.name}' take {total_bytes} bytes "
+                    f"or more, and MOONPOOL_REGION_LIMIT_BYTES allows {most_bytes}"
                 )
         return data
 

@@ -70,7 +70,8 @@ def check_granted(paths: Iterable[tuple[str, bool]]) -> None:
         real = os.path.realpath(path)
         if real != path:
             raise LoadFailed(
-                f"MOONPOOL_SANDBOX_PATHS names {path}, which is a link or lies behind one; name the place itself, {real}",
+                f"MOONPOOL_SANDBOX_PATHS names {path}, which is a link or lies behind one; name the place itself, "
+                f"{real}",
                 stage="sandbox",
             )
 

@@ -55,8 +55,9 @@ def checksums(raw: Raw, source: Source) -> tuple[Checksum, ...]:
         path = f"model_repository_agents.agents[{index}]"
         if agent["name"] != _AGENT:
             what = (
-                f"moonpool has no repository agent {agent['name'][:80]!r}, only {_AGENT!r}, and must not serve '{raw['name']}' "
-                "unchecked; to serve it without what the agent does, take the agent out of its configuration"
+                f"moonpool has no repository agent {agent['name'][:80]!r}, only {_AGENT!r}, and must not serve "
+                f"'{raw['name']}' unchecked; to serve it without what the agent does, take the agent out of its "
+                "configuration"
             )
             source.mistake(f"{path}.name", what)
             continue
@@ -121,7 +122,8 @@ class Checksums:
         found = digest.hexdigest()
         if found != demanded.digest:
             raise _refusal(
-                f"Mismatched {demanded.algorithm.upper()} hash for file {demanded.path}, expect: {demanded.digest}, got: {found}"
+                f"Mismatched {demanded.algorithm.upper()} hash for file {demanded.path}, expect: {demanded.digest}, "
+                f"got: {found}"
             )
         if time.time_ns() - before.st_ctime_ns > _SETTLED_NS:
             self._right[demanded] = identity

@@ -394,8 +394,8 @@ class Signature:
             least, most = len(self._required), len(self._inputs)
             wanted = f"{most} inputs" if least == most else f"number of inputs between {least} and {most}"
             raise InvalidRequest(
-                f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but missing required input(s) "
-                f"[{lacking}]. Please provide all required input(s)."
+                f"expected {wanted} but got {len(inputs)} inputs for model '{self._model}'. Got input(s) [{got}], but "
+                f"missing required input(s) [{lacking}]. Please provide all required input(s)."
             )
 
 

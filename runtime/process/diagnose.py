@@ -64,8 +64,8 @@ def exec_failure(python: str, number: str) -> str:
     if int(number) == errno.ENOENT and os.path.exists(target):
         # The file exists for the runtime. An instance sees only the files that its user may reach.
         return (
-            f"the interpreter {python} cannot be started: the instance does not see {target} or its loader; make the environment "
-            "again with an interpreter that all users can read, such as one below /usr or /opt"
+            f"the interpreter {python} cannot be started: the instance does not see {target} or its loader; make the "
+            "environment again with an interpreter that all users can read, such as one below /usr or /opt"
         )
     return start_failure(python, OSError(int(number), os.strerror(int(number))))
 

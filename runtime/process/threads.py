@@ -77,8 +77,8 @@ def check_unpatched() -> None:
             replaced.append(f"{module}.{name}")
     if replaced:
         raise MoonpoolError(
-            f"{' or '.join(libraries)} has replaced {', '.join(replaced)} in this program, and a runtime cannot work with that: "
-            "host the models in a process of its own (`moonpool serve`), and send it requests from here"
+            f"{' or '.join(libraries)} has replaced {', '.join(replaced)} in this program, and a runtime cannot work "
+            "with that: host the models in a process of its own (`moonpool serve`), and send it requests from here"
         )
 
 

@@ -229,10 +229,12 @@ class CloudCopies:
                 _log.info("%s/%s was changed while it was copied, and is copied anew", self.url, name)
             except OSError as error:
                 raise RepositoryError(
-                    f"{self.url}/{name} cannot be copied to {self._cache.root}: {error}; XDG_CACHE_HOME names another place"
+                    f"{self.url}/{name} cannot be copied to {self._cache.root}: {error}; XDG_CACHE_HOME names another "
+                    "place"
                 ) from error
         raise RepositoryError(
-            f"{self.url}/{name} was changed each of {_TRIES} times while it was copied; load it when the upload is complete",
+            f"{self.url}/{name} was changed each of {_TRIES} times while it was copied; load it when the upload is "
+            "complete",
             "UNAVAILABLE",
         )
 
@@ -330,8 +332,8 @@ class CloudCopies:
             if remove is not None:
                 remove()
         raise RepositoryError(
-            f"{self.url}/{name} needs {wanted:,} bytes in {self._cache.root}, which has {free:,} left; XDG_CACHE_HOME names "
-            "another place"
+            f"{self.url}/{name} needs {wanted:,} bytes in {self._cache.root}, which has {free:,} left; XDG_CACHE_HOME "
+            "names another place"
         )
 
     def _place(self, name: str, file: CloudFile, path: Path, stop: threading.Event, copying: _Copying) -> str:

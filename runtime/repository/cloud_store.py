@@ -91,7 +91,8 @@ class CloudStore:
             self._files: Any = _file_system(address)
         except ModuleNotFoundError as error:
             raise RepositoryError(
-                f"{address.url}: {address.scheme}:// needs the package {address.service.package} (the extra 'cloud'), and there "
+                f"{address.url}: {address.scheme}:// needs the package {address.service.package} (the extra 'cloud'), "
+                "and there "
                 f"is no {error.name}: {how_to_install('cloud', address.service.package)}"
             ) from error
         except Exception as error:  # libraries for credentials raise errors of their own

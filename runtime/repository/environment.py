@@ -108,7 +108,8 @@ def _existing(text: str, model_directory: Path) -> Path:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         failure = BadEnvironment(
-            f"Failed to get the canonical path for {_in_full(text, model_directory)}. ({reason}) EXECUTION_ENV_PATH must name"
+            f"Failed to get the canonical path for {_in_full(text, model_directory)}. ({reason}) EXECUTION_ENV_PATH "
+            "must name"
             " an environment's directory, a packed environment (.tar, .tar.gz, .zip) or a list of packages."
         )
         # Another interpreter is no replacement: it has other packages.

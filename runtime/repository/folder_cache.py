@@ -101,8 +101,8 @@ class _Turn:
                 raise self._refusal(f"the wait for another process that makes {path.with_suffix('')} was given up")
             if time.monotonic() >= self._end_s:
                 raise self._refusal(
-                    f"another process has had {path}, in the cache of {self._contents}, for {WAIT_S:g} s: end it, or wait until "
-                    "it has ended"
+                    f"another process has had {path}, in the cache of {self._contents}, for {WAIT_S:g} s: end it, or "
+                    "wait until it has ended"
                 )
 
 

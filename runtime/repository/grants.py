@@ -207,8 +207,9 @@ def _one_grant(part: str) -> tuple[str, object]:
         raise WrongPart(f"{key!r:.80} cannot be granted{meant or '; these can: ' + ', '.join(_GRANTABLE)}")
     if not equals:
         raise ValueError(
-            f"must say which value of {key} is granted, such as {key}={_EXAMPLES.get(key, 'VALUE')}, as the next version "
-            "of the model could ask for another (`moonpool check REPO --sandbox strict` prints what models ask for)"
+            f"must say which value of {key} is granted, such as {key}={_EXAMPLES.get(key, 'VALUE')}, as the next "
+            "version of the model could ask for another (`moonpool check REPO --sandbox strict` prints what models ask "
+            "for)"
         )
     try:
         return key, _GRANTABLE[key](value.strip())
@@ -257,7 +258,8 @@ def check_ungranted(
     elif all(ask.is_pastable for ask in found):
         what += f"; to let '{name}', start it with {form(paste(name, found))}"
     else:
-        what += f"; to let '{name}' have whatever its configuration says, now and later, start it with {form(quoted_name(name))}"
+        option = form(quoted_name(name))
+        what += f"; to let '{name}' have whatever its configuration says, now and later, start it with {option}"
     raise model.config.source.error(first.field, what)
 
 

@@ -75,7 +75,8 @@ class ResponseBacklog:
         waiting_bytes = self.waiting_bytes
         if waiting_bytes > self._limit_bytes:
             self._give_up(
-                f"{waiting_bytes} bytes of responses wait for a reader that is too slow, and MOONPOOL_BACKLOG_BYTES of model"
+                f"{waiting_bytes} bytes of responses wait for a reader that is too slow, and MOONPOOL_BACKLOG_BYTES of "
+                "model"
                 f" '{self._name}' allows {self._limit_bytes}"
             )
         elif waiting_bytes > _LARGE_BYTES and self.came_bytes - self._looked_bytes > _LARGE_BYTES:
@@ -108,7 +109,8 @@ def _relieve() -> None:
         most = max(large, key=large.__getitem__)
         total_bytes -= large.pop(most)
         most._give_up(
-            f"more than {_MOST_BYTES} bytes of responses wait for readers that are too slow, the most of them for this request to model"
+            f"more than {_MOST_BYTES} bytes of responses wait for readers that are too slow, the most of them for this "
+            "request to model"
             f" '{most._name}'; a lower MOONPOOL_BACKLOG_BYTES would end such requests earlier"
         )
 

@@ -86,8 +86,8 @@ def took_too_long(instance: str, limit_s: float, denials: DenialBook, taken_s: f
 def kept_too_long(instance: str, limit_s: float) -> ExecuteTimedOut:
     """Make the error of an instance that keeps requests open for which nobody waits."""
     return ExecuteTimedOut(
-        f"Stub process '{instance}' kept requests open for longer than {limit_s:g} s after their callers had left, and was ended "
-        "(MOONPOOL_EXECUTE_TIMEOUT_S)"
+        f"Stub process '{instance}' kept requests open for longer than {limit_s:g} s after their callers had left, and "
+        "was ended (MOONPOOL_EXECUTE_TIMEOUT_S)"
     )
 
 

@@ -57,7 +57,8 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 Resource = tuple[str, "int | None"]
 
 _TOO_FEW = (
-    'Resource count for "{}" is limited to {} which will prevent scheduling of one or more model instances, the minimum '
+    'Resource count for "{}" is limited to {} which will prevent scheduling of one or more model instances, the '
+    "minimum "
     "required count is {}"
 )
 _BOTH = 'Resource "{}" is present as both global and device-specific resource in the model configuration.'
@@ -313,8 +314,8 @@ class _Ask(NamedTuple):
 
 
 _CIRCLE = (
-    "Request of model '{}' to model '{}' would wait for ever: it needs resources of the rate limiter that {} until it is answered; "
-    "give these models different resources"
+    "Request of model '{}' to model '{}' would wait for ever: it needs resources of the rate limiter that {} until it "
+    "is answered; give these models different resources"
 )
 
 

@@ -222,7 +222,8 @@ class SequenceStates:
         if charge is None:
             raise OutOfMemory(
                 f"the states of all sequences of model '{self._model}', in all its versions, would take "
-                f"{self._account.used_bytes + size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES allows {self.limit_bytes}"
+                f"{self._account.used_bytes + size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES allows "
+                f"{self.limit_bytes}"
             )
         return charge
 
@@ -240,7 +241,8 @@ def _size_of(value: WireTensor) -> int:
 def _check_initial(state: SequenceState, size_bytes: int, most_bytes: int) -> None:
     if size_bytes > most_bytes:
         raise LoadFailed(
-            f"the initial value of state '{state.input_name}' takes {size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES leaves {most_bytes} for it"
+            f"the initial value of state '{state.input_name}' takes {size_bytes} bytes, and MOONPOOL_STATE_LIMIT_BYTES "
+            f"leaves {most_bytes} for it"
         )
 
 
@@ -276,7 +278,8 @@ def _initial(state: SequenceState, model: Model, most_bytes: int) -> WireTensor:
     size_bytes = prod(shape) * ITEMSIZE[code]
     if len(data) < size_bytes:
         raise InvalidRequest(
-            f"initial_state setting expects {size_bytes} bytes, but the data provided from {state.file} only has {len(data)} bytes."
+            f"initial_state setting expects {size_bytes} bytes, but the data provided from {state.file} only has "
+            f"{len(data)} bytes."
         )
     values = np.frombuffer(data[:size_bytes], DTYPES[code]).reshape(shape)
     return WireTensor(code, shape, values)

@@ -84,8 +84,8 @@ def not_ready(missing: Sequence[tuple[str, int, str]]) -> str:
     if len(missing) > _MOST_MODELS:
         named.append(f"{len(missing) - _MOST_MODELS} more are not")
     return (
-        f"Listening, but not ready: {'; '.join(named)}. With --strict-readiness=false, models that could not be loaded do "
-        "not count."
+        f"Listening, but not ready: {'; '.join(named)}. With --strict-readiness=false, models that could not be loaded "
+        "do not count."
     )
 
 

@@ -150,14 +150,15 @@ class Service:
         if lease is None:
             if size_bytes > _MOST_COPIED_BYTES:
                 raise InvalidRequest(
-                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and at most {_MOST_COPIED_BYTES} bytes are copied"
-                    " for a model that may not read that memory itself"
+                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and at most "
+                    f"{_MOST_COPIED_BYTES} bytes are copied for a model that may not read that memory itself"
                 )
             charge = self._copies.charge(size_bytes, _MOST_COPIED_BYTES)
             if charge is None:
                 raise OutOfMemory(
-                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and with those of other requests at most "
-                    f"{_MOST_COPIED_BYTES} bytes are copied at a time for models that may not read that memory themselves: ask again later"
+                    f"input '{name}' has {size_bytes} bytes in shared memory region '{region}', and with those of "
+                    f"other requests at most {_MOST_COPIED_BYTES} bytes are copied at a time for models that may not "
+                    "read that memory themselves: ask again later"
                 )
             raw = _Copy.in_room(self._room_for(model, size_bytes), charge)
             self.shared_memory.read(region, offset, raw)

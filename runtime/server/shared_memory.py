@@ -138,8 +138,8 @@ class SystemSharedMemory:
                 raise SharedMemoryError(f"shared memory region '{name}' already in manager", "ALREADY_EXISTS")
             if len(self._regions) >= _most_regions():
                 raise SharedMemoryError(
-                    f"{len(self._regions)} regions are registered: unregister some, or have the server started with a higher limit of open files "
-                    "(ulimit -n)",
+                    f"{len(self._regions)} regions are registered: unregister some, or have the server started with a "
+                    "higher limit of open files (ulimit -n)",
                     "UNAVAILABLE",
                 )
             region = _Region(name, key, offset, size_bytes, self._open(name, key))

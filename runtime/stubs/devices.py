@@ -102,8 +102,9 @@ class Lanes:
                     where = device(gpu)
                     if self._gpus is not None and not where.has_descriptors:
                         raise CudaUnavailable(
-                            f"device {gpu} ({where.name}) does not share memory by descriptor ({where.why_no_descriptors}), "
-                            "and a contained model needs that; use tensors in ordinary memory, or MOONPOOL_SANDBOX: standard"
+                            f"device {gpu} ({where.name}) does not share memory by descriptor "
+                            f"({where.why_no_descriptors}), and a contained model needs that; use tensors in ordinary "
+                            "memory, or MOONPOOL_SANDBOX: standard"
                         )
                     lane = DeviceLane(where, shares_events=self._gpus is None)
                     self._send_event(number, lane.handle)

@@ -279,8 +279,8 @@ class StubHandle:
         except TimeoutError:
             self._stop()
             raise LoadFailed(
-                f"Stub process '{self.name}' was not ready in time{self.bounds.suspected_memory()} and was ended; raise "
-                "MOONPOOL_LOAD_TIMEOUT_S if it needs longer, or see its stacks in the log",
+                f"Stub process '{self.name}' was not ready in time{self.bounds.suspected_memory()} and was ended; "
+                "raise MOONPOOL_LOAD_TIMEOUT_S if it needs longer, or see its stacks in the log",
                 stage="initialize",
             ) from None
         except (PeerGone, ProtocolError) as error:
@@ -364,8 +364,8 @@ class StubHandle:
         if ends_by_user or self.bounds.ends_all:
             return
         raise LoadFailed(
-            f"Stub process '{self.name}' may start processes (MOONPOOL_PREFORK, MOONPOOL_SANDBOX_SYSCALLS), and nothing "
-            "here would end them with it: allow user namespaces, run the runtime as root, or leave it a cgroup "
+            f"Stub process '{self.name}' may start processes (MOONPOOL_PREFORK, MOONPOOL_SANDBOX_SYSCALLS), and "
+            "nothing here would end them with it: allow user namespaces, run the runtime as root, or leave it a cgroup "
             "(LIMITS.md)",
             stage="sandbox",
         )
@@ -443,8 +443,8 @@ class StubHandle:
         except (TimeoutError, MoonpoolError) as error:
             if isinstance(error, TimeoutError):
                 reason: BaseException = HookFailed(
-                    f"`{name}` of '{self.name}' took longer than {timeout_s:g} s ({option}), and its process was ended; see its "
-                    "stacks in the log"
+                    f"`{name}` of '{self.name}' took longer than {timeout_s:g} s ({option}), and its process was "
+                    "ended; see its stacks in the log"
                 )
             else:
                 reason = self.explain(error, f"during {name}")
@@ -544,7 +544,8 @@ class StubHandle:
         """
         if not self._reactor.run(action, _REACTOR_S):
             raise MoonpoolError(
-                f"[{self.name}] the thread moonpool-reactor has done nothing for {_REACTOR_S:g} s: the runtime was closed, "
+                f"[{self.name}] the thread moonpool-reactor has done nothing for {_REACTOR_S:g} s: the runtime was "
+                "closed, "
                 "or one of the reactor's callbacks blocks"
             )
 

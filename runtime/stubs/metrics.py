@@ -70,8 +70,8 @@ class StubMetrics:
         if charge is None:
             self._drop(held)
             raise BadMetric(
-                f"the metrics of all instances of a model may take {MODEL_METRICS_CHARACTERS} characters where they are shown; use fewer, or shorter "
-                "labels, or fewer buckets, or fewer instances"
+                f"the metrics of all instances of a model may take {MODEL_METRICS_CHARACTERS} characters where they "
+                "are shown; use fewer, or shorter labels, or fewer buckets, or fewer instances"
             )
         number = self._next
         self._held[number], self._charges[number] = held, charge

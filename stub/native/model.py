@@ -84,13 +84,13 @@ def _check_hints(signature: Signature, config: Json) -> None:
     if missing:
         name = min(missing)
         raise BadHint(
-            f"{signature.where}: {_listed(missing)} has no hint; give it one, such as {name}: Float32[Batch, 3], or name the "
-            "input in config.pbtxt"
+            f"{signature.where}: {_listed(missing)} has no hint; give it one, such as {name}: Float32[Batch, 3], or "
+            "name the input in config.pbtxt"
         )
     if not config.get("output"):
         raise BadHint(
-            f"{signature.where}: nothing says what it returns; give it a hint, such as -> Float32[Batch, 3], or name the "
-            "outputs in config.pbtxt"
+            f"{signature.where}: nothing says what it returns; give it a hint, such as -> Float32[Batch, 3], or name "
+            "the outputs in config.pbtxt"
         )
 
 

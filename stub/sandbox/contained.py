@@ -101,7 +101,8 @@ class Contained:
             self._restrict_files(version)
         if version > landlock.NEWEST:
             self._applied.left_out.append(
-                f"what Landlock of version {version} can do beyond version {landlock.NEWEST}, the last that this moonpool knows"
+                f"what Landlock of version {version} can do beyond version {landlock.NEWEST}, the last that this "
+                "moonpool knows"
             )
         self._check_calls()
         with self._required("seccomp"):
@@ -286,8 +287,8 @@ class Contained:
         if hiding and self._is_lent:
             raise SandboxRefused(
                 "seccomp",
-                f"with {min(hiding)}, which no filter looks into, a model could make programs in a granted folder that give "
-                "everybody the rights of its owner",
+                f"with {min(hiding)}, which no filter looks into, a model could make programs in a granted folder that "
+                "give everybody the rights of its owner",
                 "take it out of MOONPOOL_SANDBOX_SYSCALLS, or grant no folder of another user",
             )
 

@@ -1,7 +1,8 @@
-/* Notes the calls of a library for which the sandbox has tables: what it opens, asks of devices, and makes. A line for each new one.
+/* Notes the calls of a library for which the sandbox has tables: what it opens, asks of devices, and makes. A line for
+ * each new one.
  *
- * Built with `cc -shared -fPIC -o calls.so calls.c` and loaded by LD_PRELOAD. Lines go to descriptor 200 from `calls_begin` on:
- * the call, the number of its error or 0, its arguments, and a path, with tabs between them.
+ * Built with `cc -shared -fPIC -o calls.so calls.c` and loaded by LD_PRELOAD. Lines go to descriptor 200 from
+ * `calls_begin` on: the call, the number of its error or 0, its arguments, and a path, with tabs between them.
  */
 #define _GNU_SOURCE
 #include <dirent.h>

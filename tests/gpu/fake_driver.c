@@ -1,20 +1,23 @@
 /* A driver of CUDA for machines that have no GPU: the functions that moonpool uses, over memfds.
  *
- * Device memory is ordinary memory that the processor may look at, so a test can read it and a model of a test can compute in it.
- * What the real driver refuses is refused here, by the same numbers: a missing context, sizes and descriptors that are no device memory,
- * handles opened by their own process or by one that may not look into the exporter. As the real one it begins with a thread that gets a
- * name, a descriptor that stays open, a hundred GiB of addresses and a socket with an abstract name; where one is refused, so is its start.
+ * Device memory is ordinary memory that the processor may look at, so a test can read it and a model of a test can
+ * compute in it. What the real driver refuses is refused here, by the same numbers: a missing context, sizes and
+ * descriptors that are no device memory, handles opened by their own process or by one that may not look into the
+ * exporter. As the real one it begins with a thread that gets a name, a descriptor that stays open, a hundred GiB of
+ * addresses and a socket with an abstract name; where one is refused, so is its start.
  *
- * Work is queued on streams. By default it is done in the call. With FAKE_CUDA_DELAY_US every piece of work starts so much later,
- * on a thread for each stream, so that whoever forgets to wait sees bytes that are not there yet, or overwrites some that are
- * still to be read. Events of other processes are counters in a page that both have mapped. A kernel is always late: it takes its time
- * after the call. No PTX is run; two names of kernels are known, `spin` and `poke`, and what those of tests/card/cuda.py do is done here.
+ * Work is queued on streams. By default it is done in the call. With FAKE_CUDA_DELAY_US every piece of work starts so
+ * much later, on a thread for each stream, so that whoever forgets to wait sees bytes that are not there yet, or
+ * overwrites some that are still to be read. Events of other processes are counters in a page that both have mapped. A
+ * kernel is always late: it takes its time after the call. No PTX is run; two names of kernels are known, `spin` and
+ * `poke`, and what those of tests/card/cuda.py do is done here.
  *
  * FAKE_CUDA_DEVICES         how many devices there are (1)
  * FAKE_CUDA_NAME            what they are called; with another name than "Fake GPU", tests take them for a card's
  * FAKE_CUDA_MEMORY_BYTES    what each has, for each process (1 GiB)
  * FAKE_CUDA_DELAY_US        see above (0)
- * FAKE_CUDA_BY_CHANCE       only every other piece of work is late, by chance: where all is late alike, much is in order that nobody ordered
+ * FAKE_CUDA_BY_CHANCE       only every other piece of work is late, by chance: where all is late alike, much is in
+ *                           order that nobody ordered
  * FAKE_CUDA_VERSION         the version of CUDA that it reports (12020)
  * FAKE_CUDA_NO_DESCRIPTORS  memory cannot be exported as a descriptor
  * FAKE_CUDA_NO_EXPORT       the same, although the attributes of the device say that it can be
@@ -48,8 +51,8 @@ typedef uint64_t Allocation;
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_IMAGE = 200, INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400, NOT_FOUND = 500,
-    NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    INVALID_IMAGE = 200, INVALID_CONTEXT = 201, MAP_FAILED_HERE = 205, OPERATING_SYSTEM = 304, INVALID_HANDLE = 400,
+    NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
     ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801,
 };
 static const struct { int number; const char *name, *text; } ERRORS[] = {
@@ -67,8 +70,10 @@ static const struct { int number; const char *name, *text; } ERRORS[] = {
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},
-    {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
+    {ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+        "part or all of the requested memory range is already mapped"},
+    {NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+        "pointer does not correspond to a registered memory region"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 };
 
@@ -83,8 +88,9 @@ static const struct { int number; const char *name, *text; } ERRORS[] = {
 
 typedef struct Context { int ordinal, is_active; } Context;
 
-/* What both processes of an event see of it: how often it was recorded, and which of those are done. Each is a thing of its
- * own, since an event may be recorded on a quick stream while an earlier record on a slow one is still waited for. */
+/* What both processes of an event see of it: how often it was recorded, and which of those are done. Each is a thing of
+ * its own, since an event may be recorded on a quick stream while an earlier record on a slow one is still waited for.
+ * */
 #define RECORDS 256
 typedef struct { _Atomic uint64_t magic, recorded, done[RECORDS]; } Page;
 
@@ -206,7 +212,8 @@ void fakeDelay(long microseconds, int is_by_chance) {
     pthread_mutex_unlock(&lock);
 }
 
-/* What a kernel that touches what is not there does to its process: from now on all that needs a context fails; 0 undoes it. */
+/* What a kernel that touches what is not there does to its process: from now on all that needs a context fails; 0
+ * undoes it. */
 void fakeFault(int number) {
     pthread_mutex_lock(&lock);
     fault = number;
@@ -237,7 +244,8 @@ static int lies_within(const void *address, size_t size, int is_device, int is_w
 
 static Range *add_range(int kind, void *base, size_t size, int ordinal, int fd) {
     Range *range = calloc(1, sizeof *range);
-    *range = (Range){.next = ranges, .kind = kind, .base = base, .size = size, .ordinal = ordinal, .fd = fd, .holds = 1};
+    *range = (Range){
+        .next = ranges, .kind = kind, .base = base, .size = size, .ordinal = ordinal, .fd = fd, .holds = 1};
     return ranges = range;
 }
 
@@ -467,7 +475,8 @@ static int begin(void) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     struct stat space = {0};
     stat("/proc/self/ns/pid", &space); /* two processes may have one number in two namespaces */
-    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "fake-cuda-uvmfd-%lu-%d", (unsigned long)space.st_ino, getpid());
+    snprintf(name.sun_path + 1, sizeof name.sun_path - 1, "fake-cuda-uvmfd-%lu-%d", (unsigned long)space.st_ino,
+        getpid());
     int end = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     int is_listening = end >= 0 && !bind(end, (struct sockaddr *)&name, sizeof name) && !listen(end, 16);
     if (end >= 0) close(end); /* the real one keeps it */
@@ -671,7 +680,9 @@ CUresult cuLaunchHostFunc(Stream *handle, void (*call)(void *), void *argument) 
 static CUresult queue_word(Stream *handle, CUdeviceptr address, uint32_t value, unsigned flags, int kind) {
     Stream *stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
-    if (address % 4 || flags > (kind == WAIT_WORD ? 3u : 1u) || !lies_within((void *)address, 4, 1, kind == WRITE_WORD)) return INVALID_VALUE;
+    if (address % 4 || flags > (kind == WAIT_WORD ? 3u : 1u)
+        || !lies_within((void *)address, 4, 1, kind == WRITE_WORD))
+        return INVALID_VALUE;
     Work *work = calloc(1, sizeof *work);
     *work = (Work){.kind = kind, .target = (void *)address, .value = (int)value, .count = flags};
     enqueue(stream, work);
@@ -702,15 +713,17 @@ CUresult cuModuleLoadData(char **found, const char *image) {
 CUresult cuModuleGetFunction(const int **found, const char *module, const char *name) {
     ENTER(); NEEDS_CONTEXT();
     for (size_t i = 0; i < sizeof KERNELS / sizeof *KERNELS; i++)
-        if (!strncmp(KERNELS[i].entry + 7, name, strlen(name)) && KERNELS[i].entry[7 + strlen(name)] == '(' && strstr(module, KERNELS[i].entry)) {
+        if (!strncmp(KERNELS[i].entry + 7, name, strlen(name)) && KERNELS[i].entry[7 + strlen(name)] == '('
+            && strstr(module, KERNELS[i].entry)) {
             *found = &KERNELS[i].kind;
             LEAVE(SUCCESS);
         }
     LEAVE(NOT_FOUND);
 }
 
-CUresult cuLaunchKernel(const int *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                        unsigned block_z, unsigned shared_bytes, Stream *handle, void **arguments, void **extra) {
+CUresult cuLaunchKernel(const int *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream *handle,
+                        void **arguments, void **extra) {
     ENTER(); NEEDS_CONTEXT();
     (void)shared_bytes;
     Stream *stream = stream_of(handle);
@@ -818,10 +831,12 @@ CUresult cuIpcOpenEventHandle(Event **found, Handle handle) {
 
 /* ---- memory as of old ---- */
 
-/* The mode of the file says that it is device memory, and of which device: a contained process may not look into /proc. */
+/* The mode of the file says that it is device memory, and of which device: a contained process may not look into /proc.
+ * */
 static int new_memory(int ordinal, size_t size) {
     int fd = memfd_create("fake-cuda-memory", MFD_CLOEXEC);
-    if (fd >= 0 && (ftruncate(fd, size) || fchmod(fd, S_ISVTX | S_IRUSR | S_IWUSR | physical[ordinal]))) { close(fd); fd = -1; }
+    if (fd >= 0 && (ftruncate(fd, size) || fchmod(fd, S_ISVTX | S_IRUSR | S_IWUSR | physical[ordinal])))
+        { close(fd); fd = -1; }
     return fd;
 }
 
@@ -996,7 +1011,8 @@ CUresult cuMemGetAllocationPropertiesFromHandle(Properties *found, Allocation ha
     LEAVE(SUCCESS);
 }
 
-CUresult cuMemAddressReserve(CUdeviceptr *found, size_t size, size_t alignment, CUdeviceptr wish, unsigned long long flags) {
+CUresult cuMemAddressReserve(CUdeviceptr *found, size_t size, size_t alignment, CUdeviceptr wish,
+    unsigned long long flags) {
     ENTER(); NEEDS_CONTEXT();
     (void)wish;
     if (size == 0 || size % GRANULARITY || flags || (alignment & (alignment - 1))) LEAVE(INVALID_VALUE);
@@ -1023,7 +1039,8 @@ CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, Allocation ha
     ENTER(); NEEDS_CONTEXT();
     Range *range = range_from((void *)address, RESERVED);
     Object *object = object_of(handle);
-    if (!range || !object || object->is_released || offset || flags || size != range->size || size > object->size || range->is_mapped)
+    if (!range || !object || object->is_released || offset || flags || size != range->size || size > object->size
+        || range->is_mapped)
         LEAVE(INVALID_VALUE);
     if (mmap(range->base, size, PROT_NONE, MAP_SHARED | MAP_FIXED, object->fd, 0) == MAP_FAILED) LEAVE(OUT_OF_MEMORY);
     range->is_mapped = 1;
@@ -1050,7 +1067,8 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const Access *access, 
     ENTER(); NEEDS_CONTEXT();
     Range *range = range_from((void *)address, RESERVED);
     if (!range || range->size != size || !range->is_mapped || how_many != 1) LEAVE(INVALID_VALUE);
-    if (access->location.type != 1 || access->location.id < 0 || access->location.id >= device_count_here) LEAVE(INVALID_DEVICE);
+    if (access->location.type != 1 || access->location.id < 0 || access->location.id >= device_count_here)
+        LEAVE(INVALID_DEVICE);
     int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : access->flags == 1 ? PROT_READ : PROT_NONE;
     if (mprotect(range->base, size, protection)) LEAVE(INVALID_VALUE);
     range->access = access->flags;
@@ -1064,7 +1082,8 @@ CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     (void)flags;
     if (!address || !size) LEAVE(INVALID_VALUE);
     for (Range *each = ranges; each; each = each->next)
-        if (each->kind == REGISTERED && (char *)address < each->base + each->size && each->base < (char *)address + size)
+        if (each->kind == REGISTERED && (char *)address < each->base + each->size
+            && each->base < (char *)address + size)
             LEAVE(ALREADY_REGISTERED);
     add_range(REGISTERED, address, size, current()->ordinal, -1);
     LEAVE(SUCCESS);
@@ -1082,7 +1101,8 @@ static CUresult copy(Stream *handle, void *target, const void *source, size_t si
     Stream *stream = stream_of(handle);
     if (!stream) return INVALID_HANDLE;
     if (size == 0) return SUCCESS;
-    if ((to_device && !lies_within(target, size, 1, 1)) || (from_device && !lies_within(source, size, 1, 0))) return INVALID_VALUE;
+    if ((to_device && !lies_within(target, size, 1, 1)) || (from_device && !lies_within(source, size, 1, 0)))
+        return INVALID_VALUE;
     Work *work = calloc(1, sizeof *work);
     *work = (Work){.kind = COPY, .target = target, .source = source, .size = size};
     if (!from_device && !lies_within(source, size, 0, 0)) {
@@ -1114,7 +1134,8 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr target, CUdeviceptr source, size_t siz
 CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t size, Stream *stream) {
     ENTER(); NEEDS_CONTEXT();
     Range *to = range_at((void *)target), *from = range_at((void *)source);
-    LEAVE(copy(stream, (void *)target, (const void *)source, size, to && to->kind != REGISTERED, from && from->kind != REGISTERED));
+    LEAVE(copy(stream, (void *)target, (const void *)source, size, to && to->kind != REGISTERED, from
+        && from->kind != REGISTERED));
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr target, unsigned char value, size_t size, Stream *handle) {

@@ -95,8 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="put a value into the places ${NAME}, {{NAME}} and so on of configurations that are templates; may be given "
-        "many times",
+        help="put a value into the places ${NAME}, {{NAME}} and so on of configurations that are templates; may be "
+        "given many times",
     )
     parser.add_argument(
         "--model-config-limit",

@@ -81,8 +81,8 @@ def with_count(config: ModelConfig, count: int) -> ModelConfig:
         )
     if len(config.instance_groups) != 1:
         raise InvalidRequest(
-            f"model '{config.name}' has {len(config.instance_groups)} groups of instances; load it with a configuration that "
-            "says how many each has"
+            f"model '{config.name}' has {len(config.instance_groups)} groups of instances; load it with a "
+            "configuration that says how many each has"
         )
     (group,), (raw,) = config.instance_groups, config.raw["instance_group"]
     return replace(

@@ -410,8 +410,8 @@ def _check_names(raw: Raw, source: Source) -> None:
         return
     if not backend:
         what = (
-            f"unexpected platform type '{platform}' for {name}; specify as backend one of {', '.join(FILENAMES)}, or the name of "
-            "a Python-based backend"
+            f"unexpected platform type '{platform}' for {name}; specify as backend one of {', '.join(FILENAMES)}, or "
+            "the name of a Python-based backend"
         )
         source.mistake("backend", what)
     elif not _is_backend(backend):

@@ -450,8 +450,8 @@ OPTIONS = (
         "MOONPOOL_EXECUTE_TIMEOUT_S",
         "execute_timeout_s",
         TIMEOUT,
-        "The time that one batch may take. After it, the requests fail and the instance is restarted; so is one that keeps nothing but requests whose"
-        " callers have left for that long.",
+        "The time that one batch may take. After it, the requests fail and the instance is restarted; so is one that "
+        "keeps nothing but requests whose callers have left for that long.",
     ),
     Option(
         "MOONPOOL_FINALIZE_TIMEOUT_S",
@@ -496,7 +496,8 @@ OPTIONS = (
         "sandbox_syscalls",
         SYSCALLS,
         "System calls that a model at strict may make beside the usual ones. `fork` allows all"
-        " calls for forked processes, `locks` the locks on parts of files, and `unix` Unix sockets, those of other programs included.",
+        " calls for forked processes, `locks` the locks on parts of files, and `unix` Unix sockets, those of other "
+        "programs included.",
     ),
     Option(
         "MOONPOOL_SANDBOX_MODELS",
@@ -508,7 +509,8 @@ OPTIONS = (
         "MOONPOOL_MAX_RESTARTS",
         "max_restarts",
         COUNT,
-        "More restarts of an instance than this within the window make the model unavailable until somebody loads it again, or for a minute if nobody can.",
+        "More restarts of an instance than this within the window make the model unavailable until somebody loads it "
+        "again, or for a minute if nobody can.",
     ),
     Option("MOONPOOL_RESTART_WINDOW_S", "restart_window_s", SECONDS, "The window in which restarts are counted."),
     Option(
@@ -591,15 +593,16 @@ OPTIONS = (
         "MOONPOOL_REGION_LIMIT_BYTES",
         "region_limit_bytes",
         LIMIT,
-        "The most shared memory that an instance may have in each direction; at strict the instances of a model together, and by default as much as"
-        " `MOONPOOL_MEMORY_LIMIT_BYTES` says for one of them. See LIMITS.md.",
+        "The most shared memory that an instance may have in each direction; at strict the instances of a model "
+        "together, and by default as much as `MOONPOOL_MEMORY_LIMIT_BYTES` says for one of them. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_BACKLOG_BYTES",
         "backlog_bytes",
         SIZE,
-        "The most memory of the runtime for responses to one request that wait for a slow reader: a client, or the next step of an ensemble. Each counts"
-        " some 2 KiB, beside the memory of the instance. Beyond it the request ends. See LIMITS.md.",
+        "The most memory of the runtime for responses to one request that wait for a slow reader: a client, or the "
+        "next step of an ensemble. Each counts some 2 KiB, beside the memory of the instance. Beyond it the request "
+        "ends. See LIMITS.md.",
     ),
     Option(
         "MOONPOOL_LOG_LINES_PER_S",
@@ -612,7 +615,7 @@ OPTIONS = (
         "log_errors",
         LOG_ERRORS,
         "What is logged of an exception in a request, which its caller gets: the `full` traceback, or one `line` with "
-        "type, message and place. By default one line for models at best-effort and strict, and the traceback for others.",
+        "type, message and place. By default one line at best-effort and strict, else the traceback.",
     ),
     Option(
         "MOONPOOL_THREADS",
@@ -624,8 +627,8 @@ OPTIONS = (
         "MOONPOOL_CONCURRENT_BATCHES",
         "concurrent_batches",
         POSITIVE,
-        "If `execute` of a model is a coroutine: the number of batches that may run in an instance at the same time. The"
-        " next one waits.",
+        "If `execute` of a model is a coroutine: the number of batches that may run in an instance at the same time. "
+        "The next one waits.",
     ),
     Option(
         "MOONPOOL_STATE_SURVIVES",
@@ -638,15 +641,15 @@ OPTIONS = (
         "MOONPOOL_STATE_LIMIT_BYTES",
         "state_limit_bytes",
         SIZE,
-        "The most memory for the states of all sequences of a model, in all its versions, 1 GiB by default; at strict no more than"
-        " `MOONPOOL_MEMORY_LIMIT_BYTES`. A response with states beyond it becomes an error.",
+        "The most memory for the states of all sequences of a model, in all its versions, 1 GiB by default; at strict "
+        "no more than `MOONPOOL_MEMORY_LIMIT_BYTES`. A response with states beyond it becomes an error.",
     ),
     Option(
         "MOONPOOL_INSTANCES_PER_PROCESS",
         "instances_per_process",
         POSITIVE,
-        "The number of instances that share a process, each on a thread of its own; `count` of `instance_group` counts the"
-        " processes then. See TRITON_MODELS.md.",
+        "The number of instances that share a process, each on a thread of its own; `count` of `instance_group` counts "
+        "the processes then. See TRITON_MODELS.md.",
     ),
     Option(
         "MOONPOOL_ENVIRONMENT",
@@ -666,26 +669,27 @@ OPTIONS = (
         AS_CPU,
         "as_cpu",
         YES_NO,
-        "Place the instances on the CPU, also those of `KIND_GPU`, of which there are `count` in all then. For machines "
-        "that lack the GPUs.",
+        "Place the instances on the CPU, also those of `KIND_GPU`, of which there are `count` in all then. For "
+        "machines that lack the GPUs.",
     ),
     Option(
         "MOONPOOL_PIN",
         "pin",
         YES_NO,
-        "Keep the model in memory: it never sleeps, and with load on demand it is loaded at the start. See RESIDENCY.md.",
+        "Keep the model in memory: it never sleeps, and is loaded at the start in any mode. See RESIDENCY.md.",
     ),
     Option(
         "MOONPOOL_IDLE_S",
         "idle_s",
         TIMEOUT,
-        "After so long without requests, the instances of the model end; the next request starts them again. See RESIDENCY.md.",
+        "After so long without requests, the model's instances end; the next request starts them. See RESIDENCY.md.",
     ),
     Option(
         "MOONPOOL_INSTANCES",
         "instances",
         RANGE,
-        "The least and the greatest number of instances, such as `1..8`: it follows the time that requests wait. It takes the place of the `count` of the"
+        "The least and the greatest number of instances, such as `1..8`: it follows the time that requests wait. It "
+        "takes the place of the `count` of the"
         " model's instance group, of which there must be one. See RESIDENCY.md.",
     ),
     Option(
@@ -820,8 +824,8 @@ def options_table() -> str:
         " processes of models at best-effort and strict and where their messages are read. An installation without a"
         " compiler has none. |",
         f"| `{LOOK_US}` | microseconds, 0 to {_MOST_LOOK_US} | 30 | The time for which a process looks for the next"
-        " message before it sleeps, if the last one came from another processor and looking has helped lately. The first looks after a pause take"
-        " up to 125 µs longer. 0 switches it off. |",
+        " message before it sleeps, if the last one came from another processor and looking has helped lately. The "
+        "first looks after a pause take up to 125 µs longer. 0 switches it off. |",
     ]
     lines += ["", "<!-- Made by `python -m moonpool.runtime.model.config.options`. -->", ""]
     return "\n".join(lines)

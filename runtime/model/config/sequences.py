@@ -262,7 +262,10 @@ def _check_initial(given: Raw, path: str, source: Source) -> None:
             raise source.error(f"{path}.dims", what)
         # Triton takes a value of any size where the state's is variable, but tells the model that it has one element.
         if dim < 1 or expected not in (-1, dim):
-            what = f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. {dim} != {expected}"
+            what = (
+                f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. "
+                f"{dim} != {expected}"
+            )
             raise source.error(f"{path}.dims", what)
     if "zero_data" not in initial and "data_file" not in initial:
         what = f"initial_state setting expects state'{name}' to have state_data set"

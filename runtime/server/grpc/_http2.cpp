@@ -1,35 +1,39 @@
 /* gRPC over HTTP/2, for Python and without I/O: bytes of a peer go in, events and bytes for it come out. The server's
  * side, and as much of the client's as the load generator needs.
  *
- * HTTP/2 itself is libnghttp2's, which is found when the program runs. What is used of its stable interface (libnghttp2.so.14) is
- * declared here, so a compiler alone builds this file. This uses Python's stable ABI.
+ * HTTP/2 itself is libnghttp2's, which is found when the program runs. What is used of its stable interface
+ * (libnghttp2.so.14) is declared here, so a compiler alone builds this file. This uses Python's stable ABI.
  *
  * Theory of operation.
  *
- * Who. A session belongs to one thread and never calls Python code: `feed` and `out` collect events in a list, which the caller
- * handles after they have returned. So no callback can change a session while nghttp2 works on it. But what they drop may have a destructor in
- * Python, as a lease has, and other threads may run then, with sessions of their own. So all that a session works with is its own. nghttp2 keeps a pointer to the
- * `Stream` of each of its streams. A `Stream` is made when the headers of a request begin and freed when nghttp2 closes the stream,
- * or with the session; `streams` lists all of them for that.
+ * Who. A session belongs to one thread and never calls Python code: `feed` and `out` collect events in a list, which
+ * the caller handles after they have returned. So no callback can change a session while nghttp2 works on it. But what
+ * they drop may have a destructor in Python, as a lease has, and other threads may run then, with sessions of their
+ * own. So all that a session works with is its own. nghttp2 keeps a pointer to the `Stream` of each of its streams. A
+ * `Stream` is made when the headers of a request begin and freed when nghttp2 closes the stream, or with the session;
+ * `streams` lists all of them for that.
  *
- * Large messages. At the first bytes of one, `feed` stops and says COMING, with these bytes and the size. The caller may `place` the
- * message in memory of its own, and feeds the same buffer again. nghttp2 is done with the piece of DATA at which it stopped, so the
- * session itself notes where the rest of that piece lies in the buffer (`stopped`).
- * While nghttp2 waits for the rest of a DATA frame that goes into such memory, `room` is that memory: the caller may receive into it
- * and feed it, and nothing is copied. `room` never reaches beyond the frame, as the next one's head must not lie where others write.
+ * Large messages. At the first bytes of one, `feed` stops and says COMING, with these bytes and the size. The caller
+ * may `place` the message in memory of its own, and feeds the same buffer again. nghttp2 is done with the piece of DATA
+ * at which it stopped, so the session itself notes where the rest of that piece lies in the buffer (`stopped`). While
+ * nghttp2 waits for the rest of a DATA frame that goes into such memory, `room` is that memory: the caller may receive
+ * into it and feed it, and nothing is copied. `room` never reaches beyond the frame, as the next one's head must not
+ * lie where others write.
  *
- * In. The five bytes before a message say how long it is. Memory is taken once they have come and were compared with the limit.
- * When a message is complete, what follows it on this stream is held as bytes until `take` asks for the next one. The windows are
- * credited for bytes that went into a message, and not for those that are held. So a client that sends more than is read waits,
- * after one window for each of its streams and one for all of them, and never holds more of our memory than that.
+ * In. The five bytes before a message say how long it is. Memory is taken once they have come and were compared with
+ * the limit. When a message is complete, what follows it on this stream is held as bytes until `take` asks for the next
+ * one. The windows are credited for bytes that went into a message, and not for those that are held. So a client that
+ * sends more than is read waits, after one window for each of its streams and one for all of them, and never holds more
+ * of our memory than that.
  *
- * Out. `send` keeps a message until nghttp2 has frames for it, and `out` returns frames of `PART` bytes at most, so that the caller
- * can stop when the client does not read. Small pieces of messages are copied into the frames, and large ones are views of the message.
- * The event SENT says that the last byte of a message has left so.
+ * Out. `send` keeps a message until nghttp2 has frames for it, and `out` returns frames of `PART` bytes at most, so
+ * that the caller can stop when the client does not read. Small pieces of messages are copied into the frames, and
+ * large ones are views of the message. The event SENT says that the last byte of a message has left so.
  *
- * Floods. Frames that ask for nothing, and streams that are reset, cost little for the client and much for the server. A session has
- * a budget for each, which `replenish` refills once a second. A client that exceeds one gets GOAWAY, and nothing more of it is read.
- * Headers have a limit in bytes as they come out of the decompression; names and values beyond it are dropped unread. */
+ * Floods. Frames that ask for nothing, and streams that are reset, cost little for the client and much for the server.
+ * A session has a budget for each, which `replenish` refills once a second. A client that exceeds one gets GOAWAY, and
+ * nothing more of it is read. Headers have a limit in bytes as they come out of the decompression; names and values
+ * beyond it are dropped unread. */
 #include "sources.h"
 
 #include <dlfcn.h>
@@ -47,7 +51,8 @@ typedef struct { uint8_t *name, *value; size_t namelen, valuelen; uint8_t flags;
 /* Every frame begins with its head, and nothing else of a frame is read here. */
 typedef struct { size_t length; int32_t stream_id; uint8_t type, flags, reserved; } nghttp2_frame_hd;
 typedef union { int fd; void *ptr; } nghttp2_data_source;
-typedef ssize_t (*read_callback)(nghttp2_session *, int32_t, uint8_t *, size_t, uint32_t *, nghttp2_data_source *, void *);
+typedef ssize_t (*read_callback)(nghttp2_session *, int32_t, uint8_t *, size_t, uint32_t *, nghttp2_data_source *,
+    void *);
 typedef struct { nghttp2_data_source source; read_callback read; } nghttp2_data_provider;
 typedef struct { int32_t settings_id; uint32_t value; } nghttp2_settings_entry;
 
@@ -66,18 +71,21 @@ enum {
 };
 
 typedef int (*on_frame_callback)(nghttp2_session *, const nghttp2_frame_hd *, void *);
-typedef int (*on_header_callback)(nghttp2_session *, const nghttp2_frame_hd *, const uint8_t *, size_t, const uint8_t *, size_t, uint8_t, void *);
+typedef int (*on_header_callback)(nghttp2_session *, const nghttp2_frame_hd *, const uint8_t *, size_t,
+    const uint8_t *, size_t, uint8_t, void *);
 typedef int (*on_chunk_callback)(nghttp2_session *, uint8_t, int32_t, const uint8_t *, size_t, void *);
 typedef int (*on_close_callback)(nghttp2_session *, int32_t, uint32_t, void *);
 typedef ssize_t (*read_length_callback)(nghttp2_session *, uint8_t, int32_t, int32_t, int32_t, uint32_t, void *);
 typedef ssize_t (*send_callback)(nghttp2_session *, const uint8_t *, size_t, int, void *);
-typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const uint8_t *, size_t, nghttp2_data_source *, void *);
+typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const uint8_t *, size_t,
+    nghttp2_data_source *, void *);
 
 #define FUNCTIONS(X) \
     X(int, session_callbacks_new, (nghttp2_session_callbacks **)) \
     X(void, session_callbacks_set_send_callback, (nghttp2_session_callbacks *, send_callback)) \
     X(void, session_callbacks_set_send_data_callback, (nghttp2_session_callbacks *, send_data_callback)) \
-    X(void, session_callbacks_set_data_source_read_length_callback, (nghttp2_session_callbacks *, read_length_callback)) \
+    X(void, session_callbacks_set_data_source_read_length_callback, \
+        (nghttp2_session_callbacks *, read_length_callback)) \
     X(void, session_callbacks_set_on_begin_frame_callback, (nghttp2_session_callbacks *, on_frame_callback)) \
     X(void, session_callbacks_set_on_begin_headers_callback, (nghttp2_session_callbacks *, on_frame_callback)) \
     X(void, session_callbacks_set_on_frame_recv_callback, (nghttp2_session_callbacks *, on_frame_callback)) \
@@ -89,8 +97,10 @@ typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const u
     X(void, option_del, (nghttp2_option *)) \
     X(void, option_set_no_closed_streams, (nghttp2_option *, int)) \
     X(void, option_set_no_auto_window_update, (nghttp2_option *, int)) \
-    X(int, session_server_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, const nghttp2_option *)) \
-    X(int, session_client_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, const nghttp2_option *)) \
+    X(int, session_server_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, \
+        const nghttp2_option *)) \
+    X(int, session_client_new2, (nghttp2_session **, const nghttp2_session_callbacks *, void *, \
+        const nghttp2_option *)) \
     X(void, session_del, (nghttp2_session *)) \
     X(ssize_t, session_mem_recv, (nghttp2_session *, const uint8_t *, size_t)) \
     X(int, session_send, (nghttp2_session *)) \
@@ -105,7 +115,8 @@ typedef int (*send_data_callback)(nghttp2_session *, nghttp2_frame_hd *, const u
     X(int, session_terminate_session, (nghttp2_session *, uint32_t)) \
     X(int32_t, session_get_last_proc_stream_id, (nghttp2_session *)) \
     X(int, submit_settings, (nghttp2_session *, uint8_t, const nghttp2_settings_entry *, size_t)) \
-    X(int32_t, submit_request, (nghttp2_session *, const void *, const nghttp2_nv *, size_t, const nghttp2_data_provider *, void *)) \
+    X(int32_t, submit_request, (nghttp2_session *, const void *, const nghttp2_nv *, size_t, \
+        const nghttp2_data_provider *, void *)) \
     X(int, submit_response, (nghttp2_session *, int32_t, const nghttp2_nv *, size_t, const nghttp2_data_provider *)) \
     X(int, submit_trailer, (nghttp2_session *, int32_t, const nghttp2_nv *, size_t)) \
     X(int, submit_rst_stream, (nghttp2_session *, uint8_t, int32_t, uint32_t)) \
@@ -121,7 +132,8 @@ static nghttp2_session_callbacks *callbacks;
 
 /* --- A session and its streams --- */
 
-enum { EVENT_HEAD, EVENT_MESSAGE, EVENT_END, EVENT_CLOSED, EVENT_REFUSED, EVENT_SENT, EVENT_PING, EVENT_GREETED, EVENT_COMING };
+enum { EVENT_HEAD, EVENT_MESSAGE, EVENT_END, EVENT_CLOSED, EVENT_REFUSED, EVENT_SENT, EVENT_PING, EVENT_GREETED,
+    EVENT_COMING };
 enum { MOST_STREAMS = 1024, MOST_HEAD = 16 << 10, FRAME = 1 << 20 };
 enum { STREAM_WINDOW = 4 << 20, WINDOW = 32 << 20 };
 /* What `out` returns at once, and frames that may be copied behind that. */
@@ -173,8 +185,8 @@ typedef struct Stream {
     PyObject *details;
 } Stream;
 
-/* What one call of `out` writes, and makes objects of before it returns. Behind the first view, `parts` has all before `parted`, and
- * `viewed` is the size of the views in it. */
+/* What one call of `out` writes, and makes objects of before it returns. Behind the first view, `parts` has all before
+ * `parted`, and `viewed` is the size of the views in it. */
 typedef struct {
     size_t size, parted, viewed;
     PyObject *parts;
@@ -192,17 +204,20 @@ typedef struct {
     unsigned long long sent; /* bytes of messages, until now */
     long idle_frames, resets;
     int is_client, compresses, has_failed, is_flooded, is_greeted, has_sent;
-    /* The buffer that is being fed, how much of it nghttp2 has had, and the bytes of a stream that wait for the caller's next `feed`. */
+    /* The buffer that is being fed, how much of it nghttp2 has had, and the bytes of a stream that wait for the
+     * caller's next `feed`. */
     const uint8_t *fed;
     size_t fed_size, stopped_from, stopped_to;
     int32_t stopped;
-    /* The bytes that the DATA frame which is coming still lacks, and its stream once it has begun to fill a placed message. */
+    /* The bytes that the DATA frame which is coming still lacks, and its stream once it has begun to fill a placed
+     * message. */
     size_t frame_left;
     int32_t filling;
 } Session;
 
 static void event(Session *s, PyObject *each) {
-    if (each == nullptr || (s->events == nullptr && (s->events = PyList_New(0)) == nullptr) || PyList_Append(s->events, each))
+    if (each == nullptr || (s->events == nullptr && (s->events = PyList_New(0)) == nullptr)
+        || PyList_Append(s->events, each))
         s->has_failed = 1;
     Py_XDECREF(each);
 }
@@ -249,7 +264,9 @@ static void free_stream(Session *s, Stream *st) {
     PyMem_Free(st);
 }
 
-static Stream *find(Session *s, int32_t id) { return id > 0 ? static_cast<Stream *>(ng.session_get_stream_user_data(s->ng, id)) : nullptr; }
+static Stream *find(Session *s, int32_t id) {
+    return id > 0 ? static_cast<Stream *>(ng.session_get_stream_user_data(s->ng, id)) : nullptr;
+}
 
 static void credit(Session *s, int32_t id, size_t size) {
     if (size == 0) return;
@@ -352,7 +369,8 @@ static void end_head(Session *s, Stream *st) {
     if (st->is_head_too_large)
         event(s, Py_BuildValue("iiOL", static_cast<int>(EVENT_HEAD), (int)st->id, Py_None, st->timeout_ns));
     else
-        event(s, Py_BuildValue("iiy#L", static_cast<int>(EVENT_HEAD), (int)st->id, st->head, (Py_ssize_t)st->head_size, st->timeout_ns));
+        event(s, Py_BuildValue("iiy#L", static_cast<int>(EVENT_HEAD), (int)st->id, st->head,
+            (Py_ssize_t)st->head_size, st->timeout_ns));
     PyMem_Free(st->head);
     st->head = nullptr;
     st->head_size = st->head_capacity = 0;
@@ -411,7 +429,8 @@ static int fill(Session *s, Stream *st, const uint8_t *data, size_t size, size_t
     }
     part = st->size - st->filled;
     if (part > size - *used) part = size - *used;
-    if (part && st->at + st->filled != reinterpret_cast<const char *>(data) + *used) memcpy(st->at + st->filled, data + *used, part);
+    if (part && st->at + st->filled != reinterpret_cast<const char *>(data) + *used)
+        memcpy(st->at + st->filled, data + *used, part);
     st->filled += part;
     *used += part;
     return st->filled == st->size ? IS_COMPLETE : NEEDS_MORE;
@@ -458,7 +477,8 @@ static int take_chunk(Session *s, int32_t id, const uint8_t *data, size_t size) 
         } else if (result == IS_COMING) {
             size_t first = size - used;
             if (first > LOOKED_AT) first = LOOKED_AT;
-            event(s, Py_BuildValue("iiy#n", static_cast<int>(EVENT_COMING), (int)id, data + used, (Py_ssize_t)first, (Py_ssize_t)st->size));
+            event(s, Py_BuildValue("iiy#n", static_cast<int>(EVENT_COMING), (int)id, data + used, (Py_ssize_t)first,
+                (Py_ssize_t)st->size));
             credit(s, id, used);
             s->stopped = id;
             s->stopped_from = (size_t)(data + used - s->fed);
@@ -487,7 +507,8 @@ static int on_close(nghttp2_session *session, int32_t id, uint32_t code, void *u
     Stream *st = find(s, id);
     if (code != NO_ERROR && !s->is_client && --s->resets < 0) s->is_flooded = 1;
     if (st == nullptr) return 0;
-    if (st->held_to > st->held_from && ng.session_consume_connection(session, st->held_to - st->held_from)) s->has_failed = 1;
+    if (st->held_to > st->held_from && ng.session_consume_connection(session, st->held_to - st->held_from))
+        s->has_failed = 1;
     if (st->has_head || s->is_client) {
         event(s, Py_BuildValue("iiI", static_cast<int>(EVENT_CLOSED), (int)id, (unsigned)code));
     }
@@ -532,7 +553,8 @@ static int end_part(Output *o) {
 static int put_view(Output *o, const Piece *piece, size_t from, size_t size) {
     if (end_part(o)) return -1;
     PyObject *whole = PyMemoryView_FromObject(piece->bytes.obj);
-    PyObject *part = whole == nullptr ? nullptr : PySequence_GetSlice(whole, (Py_ssize_t)from, (Py_ssize_t)(from + size));
+    PyObject *part =
+        whole == nullptr ? nullptr : PySequence_GetSlice(whole, (Py_ssize_t)from, (Py_ssize_t)(from + size));
     int code = part == nullptr ? -1 : PyList_Append(o->parts, part);
     Py_XDECREF(whole);
     Py_XDECREF(part);
@@ -651,7 +673,8 @@ static int on_frame_sent(nghttp2_session *session, const nghttp2_frame_hd *frame
 /* --- Methods --- */
 
 static PyObject *failed(int code) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ConnectionError, code < 0 ? ng.strerror(code) : "the session has failed");
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ConnectionError, code < 0 ? ng.strerror(code) : "the session has failed");
     return nullptr;
 }
 
@@ -691,11 +714,14 @@ static PyObject *feed(Session *s, PyObject *const *arguments, Py_ssize_t count) 
 static PyObject *room(Session *s, PyObject *unused) {
     (void)unused;
     Stream *st = find(s, s->filling);
-    if (st == nullptr || st->message == nullptr || st->place.obj == nullptr || st->is_refused || s->stopped || s->is_flooded) Py_RETURN_NONE;
+    if (st == nullptr || st->message == nullptr || st->place.obj == nullptr || st->is_refused || s->stopped
+        || s->is_flooded)
+        Py_RETURN_NONE;
     size_t size = st->size - st->filled < s->frame_left ? st->size - st->filled : s->frame_left;
     if (size < LEAST_ROOM) Py_RETURN_NONE;
     PyObject *whole = PyMemoryView_FromObject(st->message);
-    PyObject *found = whole == nullptr ? nullptr : PySequence_GetSlice(whole, (Py_ssize_t)st->filled, (Py_ssize_t)(st->filled + size));
+    PyObject *found = whole == nullptr
+        ? nullptr : PySequence_GetSlice(whole, (Py_ssize_t)st->filled, (Py_ssize_t)(st->filled + size));
     Py_XDECREF(whole);
     return found;
 }
@@ -775,7 +801,8 @@ static PyObject *place(Session *s, PyObject *const *arguments, Py_ssize_t count)
     if (st == nullptr || st->message != nullptr || !st->has_come) Py_RETURN_FALSE;
     if (PyObject_GetBuffer(arguments[1], &st->place, PyBUF_WRITABLE)) return nullptr;
     if ((size_t)st->place.len != st->size) {
-        PyErr_Format(PyExc_ValueError, "the message has %zd bytes, and its memory %zd", (Py_ssize_t)st->size, st->place.len);
+        PyErr_Format(PyExc_ValueError, "the message has %zd bytes, and its memory %zd", (Py_ssize_t)st->size,
+            st->place.len);
         PyBuffer_Release(&st->place);
         return nullptr;
     }
@@ -795,7 +822,8 @@ static int add_message(Session *s, Stream *st, PyObject *message, int is_compres
     for (Py_ssize_t i = 0; i < count; i++) {
         piece = static_cast<Piece *>(PyMem_Calloc(1, sizeof *piece));
         if (piece == nullptr) PyErr_NoMemory();
-        if (piece == nullptr || PyObject_GetBuffer(is_tuple ? PyTuple_GetItem(message, i) : message, &piece->bytes, PyBUF_SIMPLE)) {
+        if (piece == nullptr || PyObject_GetBuffer(is_tuple ? PyTuple_GetItem(message, i) : message, &piece->bytes,
+            PyBUF_SIMPLE)) {
             PyMem_Free(piece);
             free_chain(first);
             return -1;
@@ -847,14 +875,17 @@ static int begin(Session *s, Stream *st) {
 
 /* send(stream, message or None, is compressed, is awaited, status or -1, details or None) */
 static PyObject *send_message(Session *s, PyObject *const *arguments, Py_ssize_t count) {
-    if (count != 6) return PyErr_Format(PyExc_TypeError, "send(stream, message, is_compressed, is_awaited, status, details)");
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "send(stream, message, is_compressed, is_awaited, status, details)");
     Stream *st = find(s, id_of(arguments[0]));
-    long is_compressed = PyLong_AsLong(arguments[2]), is_awaited = PyLong_AsLong(arguments[3]), status = PyLong_AsLong(arguments[4]);
+    long is_compressed = PyLong_AsLong(arguments[2]), is_awaited = PyLong_AsLong(arguments[3]),
+        status = PyLong_AsLong(arguments[4]);
     if (PyErr_Occurred()) return nullptr;
     if (arguments[5] != Py_None && !PyObject_TypeCheck(arguments[5], &PyBytes_Type))
         return PyErr_Format(PyExc_TypeError, "details are bytes or None");
     if (st == nullptr || st->is_finished) Py_RETURN_FALSE;
-    if (arguments[1] != Py_None && add_message(s, st, arguments[1], is_compressed != 0, is_awaited != 0)) return nullptr;
+    if (arguments[1] != Py_None && add_message(s, st, arguments[1], is_compressed != 0, is_awaited != 0))
+        return nullptr;
     if (status >= 0) {
         st->is_finished = 1;
         snprintf(st->status, sizeof st->status, "%d", (int)(status % 100));
@@ -955,7 +986,8 @@ static int init(PyObject *self, PyObject *arguments, PyObject *names) {
         return -1;
     }
     if (callbacks == nullptr || s->ng != nullptr || max_message < 0) {
-        PyErr_SetString(PyExc_ValueError, callbacks == nullptr ? "nghttp2 was not opened" : "a session is made once, with a limit");
+        PyErr_SetString(PyExc_ValueError,
+            callbacks == nullptr ? "nghttp2 was not opened" : "a session is made once, with a limit");
         return -1;
     }
     s->max_message = (size_t)max_message;
@@ -970,7 +1002,9 @@ static int init(PyObject *self, PyObject *arguments, PyObject *names) {
     ng.option_set_no_auto_window_update(option, 1);
     int code = (s->is_client ? ng.session_client_new2 : ng.session_server_new2)(&s->ng, callbacks, s, option);
     ng.option_del(option);
-    nghttp2_settings_entry settings[] = {s->is_client ? nghttp2_settings_entry{ENABLE_PUSH, 0} : nghttp2_settings_entry{MAX_CONCURRENT_STREAMS, MOST_STREAMS},
+    nghttp2_settings_entry first = {MAX_CONCURRENT_STREAMS, MOST_STREAMS};
+    if (s->is_client) first = {ENABLE_PUSH, 0};
+    nghttp2_settings_entry settings[] = {first,
                                          {INITIAL_WINDOW_SIZE, STREAM_WINDOW},
                                          {MAX_FRAME_SIZE, FRAME},
                                          {MAX_HEADER_LIST_SIZE, MOST_HEAD}};
@@ -991,20 +1025,28 @@ static void dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-#define METHOD(name, function, flags, text) {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(function)), flags, text}
+#define METHOD(name, function, flags, text) \
+    {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)(void)>(function)), flags, text}
 static PyMethodDef methods[] = {
-    METHOD("feed", feed, METH_FASTCALL, "Read so many bytes of a buffer; return events, and False if it has to be fed again. Raises ConnectionError."),
+    METHOD("feed", feed, METH_FASTCALL,
+        "Read so many bytes of a buffer; return events, and False if it has to be fed again. Raises ConnectionError."),
     METHOD("room", room, METH_NOARGS, "Return memory to receive into and to feed next, or None for any."),
     METHOD("filled", filled, METH_O, "Return how many bytes have come of the message that is coming."),
-    METHOD("out", out, METH_NOARGS, "Return bytes for the client, their size, events, and whether the session is over. Raises ConnectionError."),
-    METHOD("take", take, METH_O, "Return the next message of a stream, if it has come, whether it is compressed, and its size."),
-    METHOD("place", place, METH_FASTCALL, "Receive the message that is coming into this memory. Returns False if none is coming."),
-    METHOD("send", send_message, METH_FASTCALL, "Send a message, a status, or both. Returns False if the stream has ended."),
+    METHOD("out", out, METH_NOARGS,
+        "Return bytes for the client, their size, events, and whether the session is over. Raises ConnectionError."),
+    METHOD("take", take, METH_O,
+        "Return the next message of a stream, if it has come, whether it is compressed, and its size."),
+    METHOD("place", place, METH_FASTCALL,
+        "Receive the message that is coming into this memory. Returns False if none is coming."),
+    METHOD("send", send_message, METH_FASTCALL,
+        "Send a message, a status, or both. Returns False if the stream has ended."),
     METHOD("request", request, METH_FASTCALL, "Send a request to a server; return its stream."),
     METHOD("cancel", cancel, METH_O, "Reset a stream, if it is still open."),
     METHOD("ping", ping, METH_NOARGS, "Send a ping."),
     METHOD("goaway", goaway, METH_FASTCALL, "Tell the client that no further streams are accepted."),
-    METHOD("replenish", replenish, METH_NOARGS, "Refill the budgets against floods, once a second, and return the bytes of messages that wait, and those that left."),
+    METHOD("replenish", replenish, METH_NOARGS,
+        "Refill the budgets against floods, once a second, and return the bytes of messages that wait, and those "
+        "that left."),
     {nullptr, nullptr, 0, nullptr},
 };
 static PyType_Slot slots[] = {
@@ -1014,7 +1056,8 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {0, nullptr},
 };
-static PyType_Spec spec = {"moonpool.runtime.server.grpc._http2.Session", sizeof(Session), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyType_Spec spec = {"moonpool.runtime.server.grpc._http2.Session", sizeof(Session), 0, Py_TPFLAGS_DEFAULT,
+    slots};
 
 static int make_callbacks(void) {
     nghttp2_session_callbacks *made;

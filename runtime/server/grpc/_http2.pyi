@@ -38,8 +38,8 @@ class Session:
     def take(self, stream: int, /) -> tuple[bytes | None, int, int] | None:
         """Return the next message of a stream, whether it is compressed, and its size; None if it has not come.
 
-        If it is refused, there is a status of gRPC instead: (None, status, size). If it is large and has begun to come, there are
-        its first bytes, 2 and its size, once: it may be placed, and taken again.
+        If it is refused, there is a status of gRPC instead: (None, status, size). If it is large and has begun to come,
+        there are its first bytes, 2 and its size, once: it may be placed, and taken again.
         """
 
     def place(self, stream: int, memory: memoryview, /) -> bool:
@@ -55,9 +55,9 @@ class Session:
         details: bytes | None,
         /,
     ) -> bool:
-        """Send a message, which may come in pieces, a status (-1 is none), or both. Returns False if the stream has ended.
+        """Send a message, which may come in pieces, a status (-1 is none), or both.
 
-        The pieces keep their memory until they are sent.
+        Returns False if the stream has ended. The pieces keep their memory until they are sent.
 
         With `is_awaited`, there will be an event SENT.
         """
@@ -85,4 +85,7 @@ class Session:
         """Tell the client that no further streams are accepted."""
 
     def replenish(self) -> tuple[int, int]:
-        """Refill the budgets against floods, once a second, and return the bytes of messages that wait, and those that left."""
+        """Refill the budgets against floods, once a second.
+
+        Returns the bytes of messages that wait, and those that left.
+        """

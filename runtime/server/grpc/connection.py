@@ -196,7 +196,8 @@ class Port(Protocol):
 class Http2Call(rpc.GrpcCall):
     """One RPC over HTTP/2."""
 
-    __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at", "_receiver", "_sent")  # fmt: skip
+    __slots__ = ("_arrived", "_connection", "_has_all", "_head", "_id", "_may_be_held", "_placed", "_placed_at",
+        "_receiver", "_sent")  # fmt: skip
 
     def __init__(self, connection: GrpcConnection, stream: int, head: CallHead, timeout_s: float | None) -> None:
         rpc.GrpcCall.begin(self, connection.calls, head.method, head.metadata, timeout_s)

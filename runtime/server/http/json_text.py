@@ -115,8 +115,8 @@ def check_values(size_bytes: int, most_bytes: int) -> None:
     """Raise `InvalidRequest` if outputs have more bytes, or their text has, than may be sent as JSON."""
     if size_bytes > most_bytes:
         raise InvalidRequest(
-            f"the outputs have more than {most_bytes} bytes, which is the most that is sent as JSON: ask for binary data, or "
-            "raise --http-max-json-bytes on the server"
+            f"the outputs have more than {most_bytes} bytes, which is the most that is sent as JSON: ask for binary "
+            "data, or raise --http-max-json-bytes on the server"
         )
 
 

@@ -212,7 +212,8 @@ def cache_bytes(options: ServerOptions) -> int | None:
         return size
     if size is not None:
         raise BadOption(
-            "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or the other."
+            "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or the "
+            "other."
         )
     settings: dict[str, str] = {}
     for text in options.cache_config:

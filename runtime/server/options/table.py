@@ -248,84 +248,127 @@ KINDS = {
 
 
 PREFIX = "MOONPOOL_SERVE_"
-# Each line has a flag, its kind (with a * if it may be given many times) and its meaning. A `#` begins a group.
+# Each line has a flag, its kind (with a * if it may be given many times) and its meaning. A line that begins with
+# blanks continues the one before. A `#` begins a group.
 _TABLE = """
 # Server
 id text: The name of this server in its metadata.
 exit-timeout-secs whole: Seconds to wait at shutdown for requests in flight.
-max-connections positive: The most connections at the same time of all ports; an eighth of them, but not more than an eighth of `--http-max-connections`, are kept for metrics. Without this option, each port has its own limit.
-allow-client-shm boolean: Let clients on the same machine register shared memory, from which tensors are read and to which they are written.
+max-connections positive: The most connections at the same time of all ports; an eighth of them, but not more than an
+  eighth of `--http-max-connections`, are kept for metrics. Without this option, each port has its own limit.
+allow-client-shm boolean: Let clients on the same machine register shared memory, from which tensors are read and to
+  which they are written.
 
 # Log
 log-verbose whole: Log verbose messages from 1 on.
 log-info boolean: Log information.
 log-warning boolean: Log warnings.
 log-error boolean: Log errors.
-log-format log_format: Triton's lines (`I1121 14:45:39.210248 4680 file:line] text`), the same with an ISO 8601 time, or JSON objects.
+log-format log_format: Triton's lines (`I1121 14:45:39.210248 4680 file:line] text`), the same with an ISO 8601 time, or
+  JSON objects.
 log-file path: Append the log to this file instead of writing it to stderr.
 
 # Models
-model-repository path*: A directory of models, or an [address](CLOUD.md) of one, such as `s3://bucket/models`. A model that is in two of them is served from neither.
+model-repository path*: A directory of models, or an [address](CLOUD.md) of one, such as `s3://bucket/models`. A model
+  that is in two of them is served from neither.
 exit-on-error boolean: End with exit code 1 if a model cannot be loaded at the start.
 strict-readiness boolean: `/v2/health/ready` answers ready only while every version that should be loaded is served.
-model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories. `explicit`: load the models of `--load-model`, and those that clients and models ask for. `demand`: register all models, and [load each when a request arrives](RESIDENCY.md).
+model-control-mode mode: `none`: load all models at the start. `poll`: also follow changes of the repositories.
+  `explicit`: load the models of `--load-model`, and those that clients and models ask for. `demand`: register all
+  models, and [load each when a request arrives](RESIDENCY.md).
 repository-poll-secs whole: Seconds between two polls; with 0, only SIGHUP polls.
 resident-models positive: With `demand`, the most models in memory. Unused ones are put to sleep to make room.
-resident-memory size: With `demand`, the most memory that the processes of models take together, as the kernel measures it, such as `8G`.
+resident-memory size: With `demand`, the most memory that the processes of models take together, as the kernel measures
+  it, such as `8G`.
 resident-gpu-memory size: With `demand`, the most memory of GPUs that they take together, as the driver measures it.
 load-model text*: With `explicit`, a model to load at the start; `*` alone loads all of them.
 model-load-thread-count whole: The number of models that are loaded at the same time.
 model-load-retry-count whole: The number of further tries for a load that fails at the start.
 disable-auto-complete-config switch: Do not ask models to complete their configuration. It must be complete.
 backend-directory path: The directory of Python-based backends, each as `<name>/model.py`.
-model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024), sequences (65536, of an instance), ensemble_requests (4096), items (4096, of any other list).
-model-config-name name: A model whose folder has the file `configs/<name>.pbtxt` is configured by that file in place of `config.pbtxt`. All other models have `config.pbtxt`.
-cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in at most so many bytes together, and answer equal requests with them.
+model-config-limit text*: `<limit>=<number>`: a limit for the configurations of models. The limits are config_bytes
+  (1048576), instances (1024, of all versions), versions (256), inputs (4096), outputs (4096), priority_levels (1024),
+  sequences (65536, of an instance), ensemble_requests (4096), items (4096, of any other list).
+model-config-name name: A model whose folder has the file `configs/<name>.pbtxt` is configured by that file in place of
+  `config.pbtxt`. All other models have `config.pbtxt`.
+cache-config text*: `local,size=<bytes>`: keep responses of models with `response_cache { enable: true }`, in at most so
+  many bytes together, and answer equal requests with them.
 response-cache-byte-size positive: The same as `--cache-config=local,size=…`.
-host-policy host_policy*: `<policy>,cpu-cores=<numbers and ranges>`: instances whose group has this [`host_policy`](TRITON_MODELS.md#host-policies) run on these processors. `<policy>,numa-node=<number>`: on those of this node, whose memory the kernel gives them first. A group without one has the policy `cpu`, `model`, or `gpu_<number>`.
-rate-limit rate_limit: `execution_count`: an instance executes only while the [resources](TRITON_MODELS.md#the-rate-limiter) that its `rate_limiter` names are free; of those that wait, the one that has executed least runs first. `off`: without limits.
-rate-limit-resource resource*: `<name>:<count>` or `<name>:<count>:<device>`: the count of a resource, on each device or on one. Without this option, there are as many as the instance has that needs most. Has no effect without `--rate-limit=execution_count`.
-sandbox sandbox: The least sandbox of all models; `MOONPOOL_SANDBOX` of a model may name a stricter one. Without this option, a model may name any, and has `standard` if it names none.
-sandbox-grants grant*: With `best-effort` or `strict`, allows a model's configuration to give the model more than that: paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process. `MODEL:KEY=VALUE` grants this value and no other; `MODEL` grants all that the configuration asks for, now and later. `moonpool check REPO --sandbox strict` prints what models ask for in this form.
-spares spares: The number of [processes that are kept ready](SANDBOX.md#spares) for models at `best-effort` or `strict`, of each kind that was used in the last ten minutes; 4 at most together. With 0 there is none, and without this option one, or what the variable `MOONPOOL_SPARES` says.
-model-option model_option*: Sets an option of a model, by the model's name. `*` in the name stands for any characters; a name takes precedence over a pattern, and a longer pattern over a shorter one. The option overrides the model's configuration and the configurations that clients load, and counts as granted. `MOONPOOL_SANDBOX` is the model's least level, in place of `--sandbox`; a lower one does not hold for files and configurations that clients bring. In the file: a table `[models.NAME]`. [OPTIONS](OPTIONS.md) has all keys.
+host-policy host_policy*: `<policy>,cpu-cores=<numbers and ranges>`: instances whose group has this
+  [`host_policy`](TRITON_MODELS.md#host-policies) run on these processors. `<policy>,numa-node=<number>`: on those of
+  this node, whose memory the kernel gives them first. A group without one has the policy `cpu`, `model`, or
+  `gpu_<number>`.
+rate-limit rate_limit: `execution_count`: an instance executes only while the
+  [resources](TRITON_MODELS.md#the-rate-limiter) that its `rate_limiter` names are free; of those that wait, the one
+  that has executed least runs first. `off`: without limits.
+rate-limit-resource resource*: `<name>:<count>` or `<name>:<count>:<device>`: the count of a resource, on each device or
+  on one. Without this option, there are as many as the instance has that needs most. Has no effect without
+  `--rate-limit=execution_count`.
+sandbox sandbox: The least sandbox of all models; `MOONPOOL_SANDBOX` of a model may name a stricter one. Without this
+  option, a model may name any, and has `standard` if it names none.
+sandbox-grants grant*: With `best-effort` or `strict`, allows a model's configuration to give the model more than that:
+  paths, ports, system calls, other models, variables, an interpreter, a GPU, larger limits, a template process.
+  `MODEL:KEY=VALUE` grants this value and no other; `MODEL` grants all that the configuration asks for, now and later.
+  `moonpool check REPO --sandbox strict` prints what models ask for in this form.
+spares spares: The number of [processes that are kept ready](SANDBOX.md#spares) for models at `best-effort` or `strict`,
+  of each kind that was used in the last ten minutes; 4 at most together. With 0 there is none, and without this option
+  one, or what the variable `MOONPOOL_SPARES` says.
+model-option model_option*: Sets an option of a model, by the model's name. `*` in the name stands for any characters; a
+  name takes precedence over a pattern, and a longer pattern over a shorter one. The option overrides the model's
+  configuration and the configurations that clients load, and counts as granted. `MOONPOOL_SANDBOX` is the model's least
+  level, in place of `--sandbox`; a lower one does not hold for files and configurations that clients bring. In the
+  file: a table `[models.NAME]`. [OPTIONS](OPTIONS.md) has all keys.
 
 # HTTP
 allow-http boolean: Serve HTTP.
 allow-openai boolean: Serve [OpenAI's API](OPENAI.md) under `/v1` on the port for HTTP.
-openai-port port: A port that serves OpenAI's API alone, with `/health/ready` and `/metrics`; 0 takes a free one. TLS, limits and restrictions are those of the port for HTTP.
+openai-port port: A port that serves OpenAI's API alone, with `/health/ready` and `/metrics`; 0 takes a free one. TLS,
+  limits and restrictions are those of the port for HTTP.
 openai-address text: The address of that port, by default that of HTTP.
-openai-restricted-api restricted*: `"<api,…>" <header> <value>`: requests of OpenAI's API must have this header, else they get 401. The APIs are inference, model-repository (also the list of models), metrics and health. `Authorization "Bearer <key>"` is what OpenAI's clients send for an `api_key`.
+openai-restricted-api restricted*: `"<api,…>" <header> <value>`: requests of OpenAI's API must have this header, else
+  they get 401. The APIs are inference, model-repository (also the list of models), metrics and health. `Authorization
+  "Bearer <key>"` is what OpenAI's clients send for an `api_key`.
 http-address text: The address to listen at; `0.0.0.0` is all of IPv4, `::` all of IPv6.
 http-port port: The port; 0 takes a free one.
 reuse-http-port boolean: Let several servers listen at the same port.
-http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these APIs must have this header. The APIs are health, metadata, inference, shared-memory, model-config, model-repository, statistics, trace, logging.
-http-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part, become parameters of requests. Names of Triton's own parameters are refused.
+http-restricted-api text*: `<api,api,…>:<header>=<value>`: requests for these APIs must have this header. The APIs are
+  health, metadata, inference, shared-memory, model-config, model-repository, statistics, trace, logging.
+http-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part,
+  become parameters of requests. Names of Triton's own parameters are refused.
 http-server-cert path: A certificate in PEM form. With it, the port speaks TLS.
 http-server-key path: The private key of the certificate.
-http-max-input-size positive: The largest body of a request, before and after decompression. Larger ones are refused with Triton's text. JSON may be as large, unless `--http-max-json-bytes` is given. Without this option the next three limits apply.
+http-max-input-size positive: The largest body of a request, before and after decompression. Larger ones are refused
+  with Triton's text. JSON may be as large, unless `--http-max-json-bytes` is given. Without this option the next three
+  limits apply.
 http-max-body-bytes whole: The largest body of a request.
 http-max-inflated-bytes whole: The largest body after decompression.
-http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response carries as JSON. Binary tensors do not count.
-http-max-connections whole: The most connections at the same time. Further ones are refused. If the limit of open files is too low for the connections of all ports and for the models, the number is reduced.
+http-max-json-bytes whole: The largest JSON of a request, and the most bytes of outputs that a response carries as JSON.
+  Binary tensors do not count.
+http-max-connections whole: The most connections at the same time. Further ones are refused. If the limit of open files
+  is too low for the connections of all ports and for the models, the number is reduced.
 http-allowed-origin text*: Let pages of this origin, such as `https://example.org`, use the server from a browser.
-control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring it as `Authorization: Bearer <token>`, over HTTP and gRPC.
+control-token-file path: A file with a token. Requests that load, unload, register memory or change settings must bring
+  it as `Authorization: Bearer <token>`, over HTTP and gRPC.
 
 # gRPC
 allow-grpc boolean: Serve gRPC.
 grpc-address text: The address to listen at.
 grpc-port port: The port; 0 takes a free one.
 reuse-grpc-port boolean: Let several servers listen at the same port.
-grpc-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part, become parameters of requests. Names of Triton's own parameters are refused.
+grpc-header-forward-pattern regex: Headers whose name matches this regular expression, in any case and in any part,
+  become parameters of requests. Names of Triton's own parameters are refused.
 grpc-use-ssl boolean: Speak TLS.
 grpc-use-ssl-mutual boolean: Speak TLS, and require certificates of clients.
 grpc-server-cert path: The certificate in PEM form.
 grpc-server-key path: The private key of the certificate.
 grpc-root-cert path: The root certificate for the certificates of clients.
 grpc-infer-response-compression-level level: The compression of responses.
-grpc-max-connections whole: The most connections at the same time, as with `--http-max-connections`. Further ones are closed.
-grpc-write-timeout whole: A connection is ended after so many milliseconds in which its client reads none of the bytes that wait for it; 0 sets no limit.
-grpc-read-timeout whole: Milliseconds in which a large request must arrive, in addition to the time that its bytes take at 16 KiB a second; then its call is ended; 0 sets no limit.
+grpc-max-connections whole: The most connections at the same time, as with `--http-max-connections`. Further ones are
+  closed.
+grpc-write-timeout whole: A connection is ended after so many milliseconds in which its client reads none of the bytes
+  that wait for it; 0 sets no limit.
+grpc-read-timeout whole: Milliseconds in which a large request must arrive, in addition to the time that its bytes take
+  at 16 KiB a second; then its call is ended; 0 sets no limit.
 grpc-keepalive-time whole: Milliseconds without traffic after which a connection is probed.
 grpc-keepalive-timeout whole: Milliseconds to wait for the answer to a probe.
 grpc-keepalive-permit-without-calls boolean: Probe connections without calls, too.
@@ -344,10 +387,12 @@ allow-cpu-metrics boolean: Include metrics of processors and memory.
 metrics-address text: The address to listen at, by default that of HTTP.
 metrics-port port: The port; 0 takes a free one.
 metrics-interval-ms number: Milliseconds between two readings of the machine's figures.
-metrics-config text*: `<setting>=<value>`: `counter_latencies`, `histogram_latencies`, `summary_latencies`, `summary_quantiles`.
+metrics-config text*: `<setting>=<value>`: `counter_latencies`, `histogram_latencies`, `summary_latencies`,
+  `summary_quantiles`.
 
 # Traces
-trace-config text*: `<mode>,<setting>=<value>` or `<setting>=<value>`, such as `level=TIMESTAMPS`, `rate=100`, `triton,file=traces.json`.
+trace-config text*: `<mode>,<setting>=<value>` or `<setting>=<value>`, such as `level=TIMESTAMPS`, `rate=100`,
+  `triton,file=traces.json`.
 trace-file path: The same as `--trace-config=triton,file=…`.
 trace-level text*: The same as `--trace-config=level=…`.
 trace-rate whole: The same as `--trace-config=rate=…`.
@@ -355,7 +400,9 @@ trace-count signed: The same as `--trace-config=count=…`.
 trace-log-frequency whole: The same as `--trace-config=triton,log-frequency=…`.
 
 # Captured requests
-capture path: Write the inputs of requests to this new file, for [`moonpool bench --replay`](BENCH.md#captured-requests). The file contains all that clients sent, also secrets; only this user may read it.
+capture path: Write the inputs of requests to this new file, for [`moonpool bench
+  --replay`](BENCH.md#captured-requests). The file contains all that clients sent, also secrets; only this user may read
+  it.
 capture-rate positive: Capture one of this many requests.
 capture-byte-size size: The largest size of the file in bytes. Capturing stops there.
 """
@@ -418,7 +465,7 @@ class ServerOption:
 
 def _read(table: str) -> Iterator[ServerOption]:
     group = ""
-    for line in table.strip().splitlines():
+    for line in table.replace("\n  ", " ").strip().splitlines():
         if line.startswith("# "):
             group = line[2:]
         elif line:

@@ -60,7 +60,8 @@ class Batch {
       throw;
     }
     sent_ns_ = now_ns();
-    // Before the stub has the batch: it may release the batch's blocks at once, and `tidy` must leave these to the answer.
+    // Before the stub has the batch: it may release the batch's blocks at once, and `tidy` must leave these to the
+    // answer.
     stub.set_executing(true);
     const Channel::Sent sent = stub.work().send(message_.bytes());
     if (sent != Channel::Sent::kDone) stub.set_executing(false);

@@ -558,8 +558,8 @@ void Calls::check_may_ask_all(const std::string& what) const {
     if (!pattern.empty() && pattern.find_first_not_of('*') == std::string_view::npos) return;
   }
   throw Failure(triton::kUnavailable, "the sandbox of model '" + model_.name() + "' does not let it " + what +
-                                          "; inside of tritonserver this takes MOONPOOL_SANDBOX_MODELS=*, and each model "
-                                          "can be unloaded by its own name");
+                                          "; inside of tritonserver this takes MOONPOOL_SANDBOX_MODELS=*, and each "
+                                          "model can be unloaded by its own name");
 }
 
 template <Kind kind>

@@ -205,7 +205,8 @@ void Stub::listen_until_end() {
     ends[0].events = pause ? 0 : POLLIN;
     ends[1].events = static_cast<short>(ends[0].events | calls_->events());
     const int ready = poll(ends, std::size(ends), pause ? pause : wait_milliseconds());
-    // Without memory, or with a limit of descriptors below the number of ends, it fails at once, and may do so for long.
+    // Without memory, or with a limit of descriptors below the number of ends, it fails at once, and may do so for
+    // long.
     if (ready < 0 && errno != EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(kLookMilliseconds));
     const std::lock_guard lock(listening_);
     if (ready == 0 && !pause) tidy();

@@ -88,7 +88,10 @@ _OPENAI_REQUEST = re.compile(r"/v1/(?:(?:chat/)?completions|embeddings|audio/tra
 # Requests that would change one process of many.
 _CHANGES = re.compile(r"/v2/(?:logging|trace/setting|models/[^/]+/trace/setting)")
 _CHANGING_RPCS = ("TraceSetting", "LogSettings")
-_ONE_OF_MANY = "trace and log settings belong to each replica, so clients cannot change them: set Options(log=...) and deploy the application again"
+_ONE_OF_MANY = (
+    "trace and log settings belong to each replica, so clients cannot change them: set Options(log=...) and deploy the "
+    "application again"
+)
 _STATUS_S = 1.0
 _STARTED = int(time.time())
 # States of a deployment whose replicas take requests, or come when there are some.

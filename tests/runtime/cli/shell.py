@@ -78,7 +78,9 @@ platform: "ensemble"
 model_transaction_policy { decoupled: true }
 input { name: "X" data_type: TYPE_INT32 dims: 1 }
 output { name: "N" data_type: TYPE_INT32 dims: 1 }
-ensemble_scheduling { step { model_name: "counts" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "N" value: "N" } } }
+ensemble_scheduling {
+  step { model_name: "counts" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "N" value: "N" } }
+}
 """
 
 

@@ -1,4 +1,5 @@
-// Reads lines of a pattern, a tab and a name, and writes a line for each: 1 where the pattern stands for the name, else 0.
+// Reads lines of a pattern, a tab and a name, and writes a line for each: 1 where the pattern stands for the name, else
+// 0.
 #include <cstdio>
 #include <iostream>
 #include <string>
