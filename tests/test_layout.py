@@ -181,10 +181,6 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return [list(group) for group in sorted(groups) if len(group) > 1]
 
 
-# Few models need memory on a device, and the functions that do import the driver.
-ONLY_WHEN_CALLED = {"moonpool.stub.pb_utils.device_tensor"}
-
-
 @cache
 def imports_of_modules() -> dict[str, set[str]]:
     """The modules of moonpool that each of its modules imports, those for types included."""
@@ -192,12 +188,6 @@ def imports_of_modules() -> dict[str, set[str]]:
     edges = {}
     for name, path in names.items():
         edges[name] = found = set[str]()
-        late = {
-            node
-            for function in ast.walk(trees()[path])
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-            for node in ast.walk(function)
-        }
         for node in ast.walk(trees()[path]):
             if isinstance(node, ast.ImportFrom):
                 # Each of the names may be a module.
@@ -205,7 +195,7 @@ def imports_of_modules() -> dict[str, set[str]]:
                 meant = {each if each in names else str(node.module) for each in full}
             else:
                 meant = set(imports(node))
-            found |= meant & names.keys() - (ONLY_WHEN_CALLED if node in late else set())
+            found |= meant & names.keys()
         found.discard(name)
     return edges
 

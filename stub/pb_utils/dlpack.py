@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from moonpool.ipc import dlpack as capsules
 from moonpool.ipc.dlpack import Foreign
 from moonpool.ipc.tensors import BF16, BYTES, DTYPES
 from moonpool.stub.pb_utils.errors import TritonModelException, as_text, shown
-from moonpool.stub.pb_utils.tensor import Tensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,20 +35,44 @@ class _Foreign(np.ndarray):
     keeps: Foreign
 
 
-def export(tensor: Tensor, max_version: tuple[int, int] | None = None, copy: bool | None = None) -> CapsuleType:
-    """Return a capsule that keeps the tensor's memory alive.
+class InMemory(NamedTuple):
+    """A tensor over the memory of a capsule, in the order of `Tensor.from_wire`."""
+
+    name: str
+    datatype: int
+    shape: Sequence[int]
+    buffer: NDArray[np.generic]
+
+
+class OnDevice(NamedTuple):
+    """An object or a capsule with memory on a device."""
+
+    name: str
+    source: Any
+    ordinal: int
+
+
+def export(
+    datatype: int,
+    array: NDArray[np.generic] | None,
+    wire: NDArray[np.uint8] | None,
+    shape: Sequence[int],
+    max_version: tuple[int, int] | None = None,
+    copy: bool | None = None,
+) -> CapsuleType:
+    """Return a capsule that keeps the memory of a tensor alive: of its array, or of its bytes on the wire.
 
     The capsule has the protocol's first form, "dltensor", unless `max_version` allows a later one. `copy` is as in the
     protocol: if the form cannot say that memory is read-only, None copies it and False refuses.
     """
-    if tensor._datatype == BYTES:
+    if datatype == BYTES:
         raise TritonModelException("DLPack does not have support for string tensors.")
-    if tensor._array is not None:
-        return _capsule(tensor._array, max_version, copy)
-    if tensor._wire is None:
+    if array is not None:
+        return _capsule(array, max_version, copy)
+    if wire is None:
         raise TritonModelException("The tensor has no memory of its own.")
     # numpy has no BF16.
-    raw = tensor._wire.copy() if copy else tensor._wire
+    raw = wire.copy() if copy else wire
     if not raw.flags.writeable and not _is_later(max_version) and copy is None:
         raw = raw.copy()
     return capsules.make(
@@ -56,7 +80,7 @@ def export(tensor: Tensor, max_version: tuple[int, int] | None = None, copy: boo
         raw.__array_interface__["data"][0],
         (capsules.CPU, 0),
         BF16,
-        tensor._shape,
+        shape,
         max_version,
         is_read_only=not raw.flags.writeable,
     )
@@ -80,8 +104,8 @@ def _is_later(max_version: tuple[int, int] | None) -> bool:
     return max_version is not None and tuple(max_version) >= (capsules.MAJOR, 0)
 
 
-def load(name: str, source: object) -> Tensor:
-    """Return a tensor over the memory of a capsule, or of an object that makes one."""
+def load(name: str, source: object) -> InMemory | OnDevice:
+    """Return the memory of a capsule, or of an object that makes one."""
     if not isinstance(name, (str, bytes)):
         raise TypeError(
             "from_dlpack(): incompatible function arguments. The following argument types are "
@@ -95,9 +119,7 @@ def load(name: str, source: object) -> Tensor:
         device_type, ordinal = source.__dlpack_device__()
         _check_device(int(device_type))
         if device_type in _ON_DEVICE:
-            from moonpool.stub.pb_utils.device_tensor import from_device
-
-            return from_device(name, source, int(ordinal), checked)
+            return OnDevice(name, source, int(ordinal))
         source = capsules.capsule_of(source)
     foreign = capsules.look(source)
     if foreign is None:
@@ -107,9 +129,7 @@ def load(name: str, source: object) -> Tensor:
         )
     datatype = checked(foreign)
     if foreign.device_type in _ON_DEVICE:
-        from moonpool.stub.pb_utils.device_tensor import from_device
-
-        return from_device(name, source, foreign.device_id, checked)
+        return OnDevice(name, source, foreign.device_id)
     return _adopt(name, foreign, datatype)
 
 
@@ -137,17 +157,17 @@ def checked(tensor: Foreign) -> int:
     return datatype
 
 
-def _adopt(name: str, foreign: Foreign, datatype: int) -> Tensor:
+def _adopt(name: str, foreign: Foreign, datatype: int) -> InMemory:
     memory = _memory(foreign)
     foreign.take()
     memory.keeps = foreign
     if foreign.is_read_only:
         memory.flags.writeable = False
     if datatype == BF16:
-        return Tensor.from_wire(name, datatype, foreign.shape, memory)
+        return InMemory(name, datatype, foreign.shape, memory)
     # A plain array: models should not meet a surprising class.
     array: NDArray[np.generic] = np.ndarray(foreign.shape, DTYPES[datatype], memory)
-    return Tensor.from_wire(name, datatype, foreign.shape, array)
+    return InMemory(name, datatype, foreign.shape, array)
 
 
 def _memory(foreign: Foreign) -> _Foreign:

@@ -166,7 +166,7 @@ class Tensor(TensorBase):
         """Return a DLPack capsule over the tensor's own memory, which the capsule keeps alive."""
         from moonpool.stub.pb_utils import dlpack
 
-        return dlpack.export(self)
+        return dlpack.export(self._datatype, self._array, self._wire, self._shape)
 
     @staticmethod
     def from_dlpack(name: str, tensor: object, /) -> Tensor:
@@ -176,7 +176,12 @@ class Tensor(TensorBase):
         """
         from moonpool.stub.pb_utils import dlpack
 
-        return dlpack.load(name, tensor)
+        found = dlpack.load(name, tensor)
+        if isinstance(found, dlpack.OnDevice):
+            from moonpool.stub.pb_utils.device_tensor import from_device
+
+            return from_device(*found, dlpack.checked)
+        return Tensor.from_wire(*found)
 
     def __dlpack__(
         self,
@@ -191,7 +196,7 @@ class Tensor(TensorBase):
 
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"The tensor is in ordinary memory and not on device {dl_device}.")
-        return dlpack.export(self, max_version, copy)
+        return dlpack.export(self._datatype, self._array, self._wire, self._shape, max_version, copy)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's name for ordinary memory."""
