@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import os
 import signal
@@ -43,7 +42,7 @@ from moonpool.ipc.messages import Side
 from moonpool.stub import loop as loop  # imported here, so that forks need not
 from moonpool.stub.sandbox.identity import die_with
 from moonpool.stub.sandbox.kernel import NUMBERS
-from moonpool.stub.template import reseed
+from moonpool.stub.template import take_over
 
 # Loaded here, so that forks need not.
 if is_wanted():
@@ -164,18 +163,9 @@ def _become(
         die_with(parent_pid)
         channel.close()
         *fds, output_fd = fds
-        os.dup2(output_fd, 1)
-        os.dup2(output_fd, 2)
-        os.close(output_fd)
-        for each, value in variables.items():
-            if value is not None:
-                os.environ[each] = value
-            else:
-                os.environ.pop(each, None)
-        # The folder may have been made anew since the template was started.
+        # It, too, may have been made anew.
         os.chdir(folder)
-        importlib.invalidate_caches()
-        reseed()
+        take_over(output_fd, variables)
         with contextlib.suppress(AttributeError):
             # The interpreter keeps the kernel's number of the thread as it was in the template.
             threading.main_thread()._set_native_id()  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ also ends spares before all other processes when the machine's memory is full.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import resource
@@ -38,7 +37,7 @@ from moonpool.stub.blank import CannotFork, quieten, rename
 from moonpool.stub.sandbox import contained as contained  # imported here, so that it need not be later
 from moonpool.stub.sandbox import identity, layers
 from moonpool.stub.sandbox.outcome import Applied
-from moonpool.stub.template import reseed
+from moonpool.stub.template import take_over
 
 
 def wait_for_model(channel_fd: int) -> tuple[str, list[int]]:
@@ -72,21 +71,12 @@ def _addresses() -> int:
 
 def _become(name: str, variables: dict[str, str | None], output_fd: int) -> None:
     """Take over what belongs to the stub. Anything that raises ends the process before it has answered."""
-    os.dup2(output_fd, 1)
-    os.dup2(output_fd, 2)
-    os.close(output_fd)
-    for each, value in variables.items():
-        if value is not None:
-            os.environ[each] = value
-        else:
-            os.environ.pop(each, None)
+    take_over(output_fd, variables)
     site: Any = sys.modules.get("site")
     if site is not None and site.USER_SITE is not None:
         # It depends on HOME. Nothing can be there: that folder is new.
         site.USER_BASE = site.USER_SITE = None
         site.getusersitepackages()
-    importlib.invalidate_caches()
-    reseed()
     if "random" in sys.modules:
         sys.modules["random"].seed()
     with contextlib.suppress(OSError, ValueError, IndexError):

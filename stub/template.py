@@ -25,6 +25,7 @@ made in the template exist only on paper: `TemplateHost` records them, and every
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -287,6 +288,21 @@ def _compute_alone() -> Callable[[], object]:
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     return partial(torch.set_num_threads, count)
+
+
+def take_over(output_fd: int, variables: Mapping[str, str | None]) -> None:
+    """Give a process that has waited for a model the output and the variables of its stub."""
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    for name, value in variables.items():
+        if value is not None:
+            os.environ[name] = value
+        else:
+            os.environ.pop(name, None)
+    # Folders may have been made anew since the process was started.
+    importlib.invalidate_caches()
+    reseed()
 
 
 def reseed() -> None:

@@ -247,6 +247,7 @@ APART = {
     "moonpool.runtime.process.sigterm": "`moonpool` itself offers it to programs",
     "moonpool.runtime.version": "setup.py reads it without importing the package",
     "moonpool.stub.peers.port": "it says what its compiled form is for",
+    "moonpool.stub.spare": "`boot`, which starts every stub, imports it in spares alone",
 }
 
 

@@ -35,7 +35,7 @@ from moonpool.runtime.ensemble.members import (
     with_sequence,
     without_sequence,
 )
-from moonpool.runtime.ensemble.run import RunOwner, of_step
+from moonpool.runtime.ensemble.run import RunOwner, give_up, of_step
 from moonpool.runtime.model.request import InferenceRequest, Outcome, Response, Waiter
 from moonpool.runtime.process.threads import is_interruptible
 from moonpool.runtime.schedule.lane import Execution, Lane, ThreadWaiter
@@ -237,15 +237,8 @@ class ChainRun:
 
     def _leave(self, driver: Waiter | None) -> None:
         request, self._request = self._request, None
-        if request is None:
-            return
-        for execution in self._scheduler.cancel(request):
-            if driver is not None:
-                execution.abandon(self)
-                execution.abandon(driver)
-            elif execution.claim(self):
-                # It was offered to a caller who does not wait any more.
-                execution.drive_in_reactor()
+        if request is not None:
+            give_up(self._scheduler, request, self, driver)
 
     def tell_cancelled(self) -> None:
         """Let the model of the step that runs know that it may stop."""

@@ -112,6 +112,20 @@ def of_step(flow: Flow, error: BaseException) -> BaseException:
     return told
 
 
+def give_up(scheduler: Scheduler, request: InferenceRequest, waiter: Waiter, driver: Waiter | None) -> None:
+    """Give the request of a step up, as nobody waits for it. `waiter` waits for its outcome.
+
+    `driver` is the ensemble's caller if this is its thread: it may have been interrupted while it drove the step.
+    """
+    for execution in scheduler.cancel(request):
+        if driver is not None:
+            execution.abandon(waiter)
+            execution.abandon(driver)
+        elif execution.claim(waiter):
+            # It was offered to a caller who does not wait any more.
+            execution.drive_in_reactor()
+
+
 class GraphRun:
     """One request of an ensemble of any form."""
 
@@ -384,20 +398,11 @@ class _Step(Waiter):
             self.leave()
 
     def leave(self, driver: Waiter | None = None) -> None:
-        """Give the request up, as nobody waits for it.
-
-        `driver` is the ensemble's caller if this is its thread: it may have been interrupted while it drove the step.
-        """
+        """Give the request up, as nobody waits for it. `driver` is that of `give_up`."""
         request = self._request
         if request is None:
             return
-        for execution in self._scheduler.cancel(request):
-            if driver is not None:
-                execution.abandon(self)
-                execution.abandon(driver)
-            elif execution.claim(self):
-                # It was offered to a caller who does not wait any more.
-                execution.drive_in_reactor()
+        give_up(self._scheduler, request, self, driver)
         self._end()
 
     def tell_cancelled(self) -> None:

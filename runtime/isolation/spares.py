@@ -39,12 +39,11 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.arguments import OF_RUNTIME
 from moonpool.runtime.errors import OutOfThreads
 from moonpool.runtime.log import RuntimeLog
-from moonpool.runtime.process.blank_templates import PASSING, inherited_state, stamp_of
+from moonpool.runtime.process.blank_templates import PASSING, inherited_state, install_stamp, log_output
 from moonpool.runtime.process.child import ChildProcess, SpawnedProcess, boot_command
 from moonpool.runtime.process.files import parsed_json
 from moonpool.runtime.process.reactor import Reactor
 from moonpool.runtime.process.spawner import spawn, where_processes_start
-from moonpool.runtime.process.terminal import harmless
 from moonpool.runtime.process.threads import start_thread
 
 _log = RuntimeLog("moonpool")
@@ -61,7 +60,6 @@ _READY_S, _TAKE_S, _END_S = 10.0, 5.0, 10.0
 # limit.
 _ROOM_BYTES = 64 << 20
 # What a pipe holds.
-_OUTPUT_BYTES = 65_536
 # Variables that each contained process has for itself. A folder that cannot exist has no packages of a user.
 _OWN = ("HOME", "TMPDIR")
 _NOWHERE = "/dev/null/moonpool"
@@ -370,24 +368,23 @@ class _Spare:
             self._channel.settimeout(_READY_S)
             packet = self._channel.recv(65_536)
             why, self._numpy, self._addresses = parsed_json(packet) if packet else ("it ended", "", 0)
-            self._stamp = self._now()
-            os.set_blocking(read_fd, False)
-            with contextlib.suppress(BlockingIOError):
-                for line in os.read(read_fd, _OUTPUT_BYTES).decode(errors="replace").splitlines():
-                    _log.info("[a spare of %s] %s", self._python, harmless(line))
+            self._stamp = install_stamp(self._python, self._numpy)
+            log_output(read_fd, f"a spare of {self._python}")
             return str(why)
         finally:
             os.close(read_fd)
-
-    def _now(self) -> tuple[object, ...]:
-        return stamp_of(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
 
     def take(self, order: str, fds: Sequence[int], memory_bytes: int | None, deadline: float | None) -> _Outcome:
         """Let it become a stub. If it cannot, or does not in time, the caller ends it."""
         if not self.turn.acquire(timeout=_half_of(deadline, _READY_S)):
             return _Outcome.FAILED
         try:
-            if self.process is None or self._channel is None or not self._stamp or self._stamp != self._now():
+            if (
+                self.process is None
+                or self._channel is None
+                or not self._stamp
+                or self._stamp != install_stamp(self._python, self._numpy)
+            ):
                 return _Outcome.FAILED
             if memory_bytes is not None and self._addresses + _ROOM_BYTES > memory_bytes:
                 return _Outcome.TOO_LARGE

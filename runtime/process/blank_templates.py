@@ -234,7 +234,7 @@ class _Template:
             return None
         try:
             for _ in range(2):  # it may have been killed since it was used last
-                if self._channel is None or self._stamp != self._now():
+                if self._channel is None or self._stamp != install_stamp(self._python, self._numpy):
                     if not may_begin:
                         return None
                     self._end()
@@ -293,17 +293,11 @@ class _Template:
             packet = self._channel.recv(65_536)
             self._channel.settimeout(_FORK_S)
             why, self._numpy = json.loads(packet) if packet else ("it ended", "")
-            self._stamp = self._now()
-            os.set_blocking(read_fd, False)
-            with contextlib.suppress(BlockingIOError):
-                for line in os.read(read_fd, _OUTPUT_BYTES).decode(errors="replace").splitlines():
-                    _log.info("[a template of %s] %s", self._python, harmless(line))
+            self._stamp = install_stamp(self._python, self._numpy)
+            log_output(read_fd, f"a template of {self._python}")
             return str(why)
         finally:
             os.close(read_fd)
-
-    def _now(self) -> tuple[object, ...]:
-        return stamp_of(self._python, self._numpy, os.path.dirname(os.path.dirname(self._numpy)))
 
     @staticmethod
     def _ask(channel: socket.socket, order: str, fds: Sequence[int]) -> int | None:
@@ -408,6 +402,14 @@ def inherited_state() -> tuple[bytes, ...]:
     )
 
 
+def log_output(read_fd: int, who: str) -> None:
+    """Log what a process that waits for a model has printed until now."""
+    os.set_blocking(read_fd, False)
+    with contextlib.suppress(BlockingIOError):
+        for line in os.read(read_fd, _OUTPUT_BYTES).decode(errors="replace").splitlines():
+            _log.info("[%s] %s", who, harmless(line))
+
+
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
@@ -415,10 +417,10 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def stamp_of(*paths: str) -> tuple[object, ...]:
-    """Return what changes when one of these files is replaced, or something is installed into one of these folders."""
+def install_stamp(python: str, numpy: str) -> tuple[object, ...]:
+    """Return what changes when an interpreter or its numpy is replaced, or something is installed beside numpy."""
     stamps: list[object] = []
-    for path in paths:
+    for path in (python, numpy, os.path.dirname(os.path.dirname(numpy))):
         with contextlib.suppress(OSError):
             status = os.stat(path)
             stamps.append((path, status.st_dev, status.st_ino, status.st_mtime_ns))
