@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 from tests.runtime.interrupting import OF_A_STUB, Alarm, Interrupted, interrupted_everywhere
+from tests.stub.closing import apart, blocks_left
 from tests.stub.hosts.test_usual_asks import FORMS, FROM_RUNTIME, ROWS, Asking, request
 from tests.waiting import wait_until
 
@@ -80,20 +81,16 @@ class Answered(Asking):
 
     def check(self) -> None:
         """A request is answered, and nothing of those before is left."""
+        apart(self._ask)
+        assert self.left()[3] == []
+        assert blocks_left(self.regions) == []
+        self.calls.tidy()
+        wait_until(lambda: not any(self.lent.values()), PATIENCE_S)
+
+    def _ask(self) -> None:
         response: Any = self.host.infer(request(), False)
         assert response.error() is None
         assert [len(each.as_numpy()) for each in response.output_tensors()] == [4, 2]
-        del response
-        calls, regions = self.calls, self.regions
-        assert not calls._leading._is_owned()  # type: ignore[attr-defined]
-        assert calls._open == {}
-        assert calls._followers == {}
-        assert regions._turn.acquire(False)
-        regions._collect()
-        regions._turn.release()
-        assert [*regions.arena.blocks()] == []
-        calls.tidy()
-        wait_until(lambda: not any(self.lent.values()), PATIENCE_S)
 
     def close(self) -> None:
         self.runtime.wake()

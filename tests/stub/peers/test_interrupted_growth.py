@@ -8,11 +8,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from tests.runtime.interrupting import interrupted_everywhere
-from tests.stub.closing import close_regions
+from tests.stub.closing import blocks_left, close_regions
 from tests.waiting import wait_until
 
 from moonpool.ipc.arena import Block, Keep
@@ -66,19 +67,15 @@ class Runtime:
     def check(self, held: list[Block]) -> None:
         """Each byte is in a block that somebody holds, or free."""
         regions = self.regions
-        assert regions._turn.acquire(False)
-        regions._collect()
-        if regions._growing:
-            regions._take_answer(regions._growing[0])
-        regions._turn.release()
-        assert set(regions.arena.blocks()) == set(held)
-        for extents in regions.arena._extents.values():
-            blocks = [*extents.live.values(), *extents._spares]
-            parts = sorted([*extents._free, *((each.offset, each.size_bytes) for each in blocks)])
-            ends = [start + size for start, size in parts]
-            assert [start for start, _ in parts] == [0, *ends[:-1]]
-            assert ends[-1] == extents.region.size_bytes
-        wait_until(lambda: self.given.keys() == regions.arena._extents.keys(), PATIENCE_S)
+        assert set(blocks_left(regions)) == set(held)
+        places = sorted((each.region.id, each.offset, each.size_bytes) for each in held)
+        assert all(one[:1] < two[:1] or one[1] + one[2] <= two[1] for one, two in pairwise(places))
+        wait_until(lambda: self.given.keys() == {each.id for each in regions.arena.regions()}, PATIENCE_S)
+        if not held:
+            regions.retire_idle(0.0)
+            whole = regions.allocate(64 * KiB)
+            assert whole.region.id == 1
+            regions.take_back([whole])
 
     def close(self) -> None:
         self._heard.put(None)
