@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tests.gpu.cards import Fake, driven_by, fake, fake_library
 from tests.stub.devices.device_peer import Peer, floats, foreign, peer
+from tests.stub.pb_utils.capsules import overwrite
 from tests.waiting import wait_until
 
-from moonpool.ipc import dlpack
 from moonpool.ipc.cuda.array import DeviceArray
 from moonpool.ipc.cuda.region import DeviceRegion
 from moonpool.ipc.dlpack import make
@@ -292,6 +292,10 @@ def test_inputs_that_the_model_keeps_are_known_to_be_held(peer: Peer) -> None:
     assert batch.release_late(8) == [(50, 8192)]
 
 
+# Of two rows, where each of them begins with the second value of the one before.
+STRIDES = np.array([1, 1])
+
+
 class OnDevice:
     """Claims to be on a device."""
 
@@ -315,17 +319,12 @@ def test_where_there_is_no_driver_what_is_on_a_device_is_refused() -> None:
     [
         ({"code": 5}, 'DType code "5" is not supported.'),
         ({"code": 4, "bits": 32}, "Expected BF16 tensor to have 16 bits, but had: 32"),
-        ({"stride": 1}, "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are"),
+        ({"strides": STRIDES.ctypes.data}, "DLPack tensor is not contiguous. Only contiguous DLPack tensors that are"),
     ],
 )
 def test_an_impossible_tensor_on_a_device_is_refused_in_tritons_words(fields: dict[str, int], text: str) -> None:
     capsule = OnDevice().__dlpack__()
-    tensor = dlpack._Managed.from_address(dlpack._pointer(capsule, b"dltensor")).tensor
-    for field, value in fields.items():
-        if field == "stride":
-            tensor.strides[0] = value
-        else:
-            setattr(tensor, field, value)
+    overwrite(capsule, **fields)
     with pytest.raises(TritonModelException) as caught:
         Tensor.from_dlpack("X", capsule)
     assert str(caught.value).startswith(text)
