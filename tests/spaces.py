@@ -57,9 +57,9 @@ def leave_shared_memory() -> None:
 
 def _enter(names: list[str]) -> None:
     # In a namespace of users, which gives others than root the right to the rest, this user keeps its number.
-    namespaces._enter(names if os.geteuid() == 0 else ["user", *names])
+    namespaces.unshare(names if os.geteuid() == 0 else ["user", *names])
     if "mnt" in names:
-        mounts._mount("none", "/", "", _REC | _PRIVATE)
+        mounts.mount("none", "/", "", _REC | _PRIVATE)
 
 
 def _become_ordinary() -> None:
@@ -69,16 +69,16 @@ def _become_ordinary() -> None:
 
 
 def _mount_shared_memory() -> None:
-    mounts._mount("tmpfs", "/dev/shm", "tmpfs", _NOSUID | _NODEV, "mode=1777")
+    mounts.mount("tmpfs", "/dev/shm", "tmpfs", _NOSUID | _NODEV, "mode=1777")
 
 
 def _mount_temporary(kept: Iterable[str]) -> None:
     """Cover the folder for temporary files, but for these paths directly inside."""
     opened = {path: os.open(path, os.O_PATH) for path in kept}
-    mounts._mount("tmpfs", _temporary(), "tmpfs", _NOSUID | _NODEV, "mode=1777")
+    mounts.mount("tmpfs", _temporary(), "tmpfs", _NOSUID | _NODEV, "mode=1777")
     for path, fd in opened.items():
-        mounts._make_place(path, fd)
-        mounts._mount(f"/proc/self/fd/{fd}", path, "", _BIND | _REC)
+        mounts.make_place(path, fd)
+        mounts.mount(f"/proc/self/fd/{fd}", path, "", _BIND | _REC)
         os.close(fd)
 
 
@@ -95,7 +95,7 @@ def _be_first(kept: Iterable[str], program: list[str]) -> int:
     """Arrange the rest, start the program, reap orphans, and return the program's exit status. Number 1 does this."""
     kernel.prctl(_SET_PDEATHSIG, signal.SIGKILL)
     _mount_temporary(kept)
-    mounts._mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    mounts.mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     _mount_shared_memory()
     _raise_loopback()
     os.environ[INSIDE] = "all"

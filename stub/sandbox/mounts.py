@@ -65,7 +65,7 @@ def rearrange(policy: Policy, user: int | None, granted: Sequence[Granted]) -> A
 
     Raises OSError if the kernel allows no mounts, and `SandboxRefused` if a path stays out of reach.
     """
-    _mount("none", "/", "", _REC | _PRIVATE)
+    mount("none", "/", "", _REC | _PRIVATE)
     umask = os.umask(0o022)
     try:
         with ExitStack() as held:
@@ -102,8 +102,8 @@ def show_own_processes() -> None:
     Raises OSError, as in containers that hide a part of /proc.
     """
     namespaces.enter_mounts()
-    _mount("none", "/", "", _REC | _PRIVATE)
-    _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+    mount("none", "/", "", _REC | _PRIVATE)
+    mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
 
 
 def _place_of_shared_memory(granted: Iterable[tuple[str, bool]]) -> str:
@@ -156,13 +156,13 @@ def _open_up(paths: Iterable[str], granted: Iterable[Granted], scratch: str, use
             if cover == "/":
                 raise SandboxRefused("own_user", "/ is closed to others", "chmod o+x /")
             options = f"mode=0755,size={_COVER_BYTES}"
-            _mount("tmpfs", cover, "tmpfs", _NOSUID | _NODEV, options)
+            mount("tmpfs", cover, "tmpfs", _NOSUID | _NODEV, options)
             for path, fd in below:
-                _make_place(path, fd)
-                _mount(f"/proc/self/fd/{fd}", path, "", _BIND | _REC)
+                make_place(path, fd)
+                mount(f"/proc/self/fd/{fd}", path, "", _BIND | _REC)
         for path, cover, fd in places:
             if cover:
-                _make_place(path, fd)
+                make_place(path, fd)
     finally:
         for fd in fds:
             os.close(fd)
@@ -183,7 +183,7 @@ def _size_of(path: str) -> int:
     return status.f_blocks * status.f_frsize
 
 
-def _make_place(path: str, fd: int) -> None:
+def make_place(path: str, fd: int) -> None:
     """Make a folder or a file at `path`, of the kind that the descriptor has."""
     if os.path.exists(path):  # inside another path that was mounted again
         return
@@ -203,13 +203,14 @@ def _make_memory(path: str, size_bytes: int, user: int | None) -> None:
     group = os.getegid() if user is None else user
     files = max(_FEWEST_FILES, size_bytes // _BYTES_PER_FILE)
     options = f"mode=0755,size={size_bytes},nr_inodes={files}"
-    _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+    mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
     for name in (_SCRATCH, _SHARED):
         os.mkdir(f"{path}/{name}", 0o700)
         os.chown(f"{path}/{name}", owner, group)
 
 
-def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """Mount something, see mount(2). Raises OSError with the path of the place."""
     texts = (os.fsencode(source), os.fsencode(target), kind.encode())
     _call("mount", target, *texts, flags, options.encode())
 

@@ -30,7 +30,7 @@ def enter(*, network: bool) -> list[str]:
     names = ["mnt", "ipc", "uts", "cgroup"] if network else ["mnt", "net", "ipc", "uts", "cgroup"]
     if os.geteuid() != 0:
         names.insert(0, "user")
-    _enter(names)
+    unshare(names)
     return names
 
 
@@ -39,15 +39,16 @@ def enter_pids() -> None:
 
     The first of them becomes number 1 there. This process can no longer start threads.
     """
-    _enter(["pid"] if os.geteuid() == 0 else ["user", "pid"])
+    unshare(["pid"] if os.geteuid() == 0 else ["user", "pid"])
 
 
 def enter_mounts() -> None:
     """Give this process mounts of its own. Raises OSError."""
-    _enter(["mnt"])
+    unshare(["mnt"])
 
 
-def _enter(names: list[str]) -> None:
+def unshare(names: list[str]) -> None:
+    """Leave the namespaces of these names. In a new one of users, this user keeps its id. Raises OSError."""
     uid, gid = os.geteuid(), os.getegid()
     kernel.call("unshare", sum(_FLAGS[name] for name in names))
     if "user" in names:

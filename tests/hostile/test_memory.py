@@ -168,8 +168,8 @@ import os, sys, tempfile
 from pathlib import Path
 from moonpool.stub.sandbox import mounts, namespaces
 namespaces.enter(network=True)
-mounts._mount("none", "/", "", mounts._REC | mounts._PRIVATE)
-mounts._mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=16m,mode=1777")
+mounts.mount("none", "/", "", mounts._REC | mounts._PRIVATE)
+mounts.mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=16m,mode=1777")
 with open("/dev/shm/full", "wb", buffering=0) as file:
     try:
         while True:

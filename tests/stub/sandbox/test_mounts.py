@@ -13,7 +13,7 @@ from tests.stub.sandbox.children import INSTANCE, Identity
 
 from moonpool.stub.sandbox import landlock
 from moonpool.stub.sandbox.granted import closed_above
-from moonpool.stub.sandbox.mounts import _make_place
+from moonpool.stub.sandbox.mounts import make_place
 
 if landlock.abi() < landlock.KNOWS_TRUNCATE:
     pytest.skip("this kernel has no Landlock, or an old one", allow_module_level=True)
@@ -162,10 +162,10 @@ MOUNTED = """
 import os
 from moonpool.stub.sandbox import mounts, namespaces
 namespaces.enter(network=True)
-mounts._mount("none", "/", "", mounts._REC | mounts._PRIVATE)
+mounts.mount("none", "/", "", mounts._REC | mounts._PRIVATE)
 os.mkdir({inner!r})
-mounts._mount("tmpfs", {inner!r}, "tmpfs", 0, "mode=0777")
-mounts._mount("none", {inner!r}, "", 32 | mounts._BIND | mounts._RDONLY)  # MS_REMOUNT
+mounts.mount("tmpfs", {inner!r}, "tmpfs", 0, "mode=0777")
+mounts.mount("none", {inner!r}, "", 32 | mounts._BIND | mounts._RDONLY)  # MS_REMOUNT
 """
 
 
@@ -207,7 +207,7 @@ def test_the_place_of_a_file_is_made_through_no_link(tmp_path: Path) -> None:
     fd = os.open(file, os.O_PATH)
     try:
         with pytest.raises(FileExistsError):
-            _make_place(str(place), fd)
+            make_place(str(place), fd)
     finally:
         os.close(fd)
     assert not (tmp_path / "elsewhere").exists()
