@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.chaos.figures import children_of, command
+from tests.e2e.hosting import is_running
 from tests.waiting import wait_until
 
 import moonpool
-from moonpool.runtime.sandboxes.pool import MOST_WORKERS, close_pool, the_pool
+from moonpool.runtime.sandboxes.pool import MOST_WORKERS, close_pool
 
 SECRET = "a9f3c1e7d2"
 
@@ -75,12 +77,34 @@ def test_the_template_never_has_source_or_inputs() -> None:
     for _ in range(3):
         done = moonpool.run(f"note = '{SECRET}' * 1000; x.sum(); print(note); note", {"x": np.ones(100_000)})
         assert done.error is None
-    settle()
-    for worker, _ in the_pool()._idle:
-        assert worker._stub is not None
-        assert SECRET.encode() not in memory_of(worker._stub.process.pid)
-        assert worker.running is not None
-        assert SECRET.encode() not in memory_of(worker.running.process.pid)
+
+    def all_are_clean() -> bool:
+        pids = [pid for template, runs in templates().items() for pid in (template, *runs)]
+        return not any(SECRET.encode() in memory_of(pid) for pid in pids)
+
+    # The process of the last run may be about to end, and each after it is forked from the template.
+    wait_until(all_are_clean)
+
+
+def templates() -> dict[int, list[int]]:
+    """Return the processes that fork runs, each with those that it has forked, once there are such."""
+
+    def found() -> dict[int, list[int]]:
+        made = {}
+        for pid in children_of(os.getpid()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if b"\0sandbox_" in command(pid) and (runs := children_of(pid)):
+                    made[pid] = runs
+        return made
+
+    return wait_until(found)
+
+
+def kill_templates() -> None:
+    killed = templates()
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(is_running(pid) for template, runs in killed.items() for pid in (template, *runs)))
 
 
 def memory_of(pid: int) -> bytes:
@@ -98,6 +122,8 @@ def memory_of(pid: int) -> bytes:
                         continue
     except PermissionError:
         pytest.skip("only root may look into a contained process")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return b""
     return b"".join(parts)
 
 
@@ -350,19 +376,12 @@ def test_source_that_harms_a_compiler_harms_the_run_alone() -> None:
 
 def test_a_template_that_dies_is_replaced() -> None:
     assert value("1") == 1
-    settle()
-    ((worker, _),) = the_pool()._idle
-    assert worker._stub is not None
-    os.kill(worker._stub.process.pid, signal.SIGKILL)
-    wait_until(lambda: not worker.is_healthy)
+    kill_templates()
 
     assert value("2") == 2
     with moonpool.Sandbox() as box:
         box.run("x = 1")
-        assert box._worker is not None
-        assert box._worker._stub is not None
-        os.kill(box._worker._stub.process.pid, signal.SIGKILL)
-        wait_until(lambda: box._running is not None and not box._running.process.is_there())
+        kill_templates()
         assert str(box.run("x").error).startswith("Closed: ")
         assert box.run("1").state_lost
 
@@ -370,63 +389,25 @@ def test_a_template_that_dies_is_replaced() -> None:
 @pytest.mark.promise("Source", "A thousand runs leave no process, descriptor, folder, thread or user behind.")
 def test_a_thousand_runs_leave_nothing_behind() -> None:
     none = all_that_there_is()
-    value("1")
-    settle()
-    before = all_that_there_is()
     source = "import os; open('out/x', 'w').write('x'); open('/dev/shm/x', 'w').write('x'); print(f(n)); os.getuid()"
     users = set()
     for number in range(1000):
         done = moonpool.run(source, {"n": number}, functions={"f": str}, timeout_s=60)
         assert done.stdout == f"{number}\n"
         users.add(done.unwrap())
-    settle()
-    # The keeper may have started one more worker meanwhile.
     assert len(users) <= MOST_WORKERS
-    if len(the_pool()._all) == 1:
-        wait_until(lambda: not more_than(before))
+    # What the workers have, who wait for more. What other tests have left may go meanwhile.
+    assert all(len(found - none[kind]) < 100 for kind, found in all_that_there_is().items())
     close_pool()
-    wait_until(lambda: not more_than(none))
-
-
-def settle() -> None:
-    """Wait until all workers are idle and prepared, and the keeper starts no more."""
-    pool = the_pool()
-
-    def is_settled() -> bool:
-        with pool._changed:
-            return (
-                pool._more is None
-                and pool._count == len(pool._idle)
-                and all(worker.is_prepared for worker, _ in pool._idle)
-            )
-
-    wait_until(is_settled)
-
-
-def more_than(before: dict[str, set[Any]]) -> bool:
-    """Tell whether there is anything that was not there before. What other tests have left may go meanwhile."""
-    return any(found - before[kind] for kind, found in all_that_there_is().items())
+    wait_until(lambda: not any(found - none[kind] for kind, found in all_that_there_is().items()))
 
 
 def all_that_there_is() -> dict[str, set[Any]]:
     return {
         # How many there are is what counts: their numbers are used again.
-        "descriptors": set(range(descriptors())),
+        "descriptors": set(range(len(os.listdir("/proc/self/fd")))),
         "folders": set(Path(tempfile.gettempdir()).glob("moonpool-*")),
         "memory": set(os.listdir("/dev/shm")),
         "threads": {each.name for each in threading.enumerate() if not each.name.startswith("moonpool-log")},
-        "processes": children_of(os.getpid()),
+        "processes": set(children_of(os.getpid())),
     }
-
-
-def children_of(pid: int) -> set[int]:
-    """Return the processes that a process has started, but for those that were forked from these."""
-    found: set[int] = set()
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):
-            found |= {int(each) for each in Path(f"/proc/{pid}/task/{task}/children").read_text().split()}
-    return found
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
