@@ -6,168 +6,140 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import textwrap
 
-import numpy as np
 import pytest
-from tests.waiting import wait_until
-
-from moonpool.stub.hosts.forks import ForkBroker, ForkedHost
-from moonpool.stub.pb_utils import host
-from moonpool.stub.pb_utils.errors import TritonModelException
-from moonpool.stub.pb_utils.host import Host
-from moonpool.stub.pb_utils.request import InferenceRequest
-from moonpool.stub.pb_utils.response import InferenceResponse
-from moonpool.stub.pb_utils.tensor import Tensor
 
 pytestmark = pytest.mark.promise(
     "At the limits",
     "A process that a model forked learns why its request failed, and when the stub ends, even while other forks live.",
 )
 
-Y = InferenceResponse([Tensor("Y", np.arange(3, dtype=np.float32))])
-
-
-class Stub(Host):
-    """Answers as the test says."""
-
-    def __init__(self, answer: Callable[[], Any]) -> None:
-        self.answer = answer
-        self.asked: list[InferenceRequest] = []
-
-    def infer(self, request: InferenceRequest, decoupled: bool) -> Any:  # noqa: ARG002
-        self.asked.append(request)
-        return self.answer()
-
-    def is_model_ready(self, name: str, version: str) -> bool:  # noqa: ARG002
-        return bool(self.answer())
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkedHost]:
-    """Make the host of a fork in the process of the stub, as both have the same code."""
-    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    broker = ForkBroker(lambda: None)
-    listener = threading.Thread(target=broker._listen)
-    listener.start()
-    yield ForkedHost(broker._outside)
-    host.use(None)
-    broker._outside.close()
-    listener.join()
-    broker._inside.close()
-
-
-def request() -> InferenceRequest:
-    return InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"])
-
-
-def refuse(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def raiser(error: BaseException) -> Callable[[], Any]:
-    def answer() -> Any:
-        raise error
-
-    return answer
-
-
-@pytest.mark.parametrize("error", [TritonModelException("as planned"), KeyError("as planned")])
-def test_every_failure_reaches_the_fork(forked: ForkedHost, error: Exception) -> None:
-    host.use(Stub(raiser(error)))
-    with pytest.raises(TritonModelException, match="as planned"):
-        forked.infer(request(), False)
-    with pytest.raises(TritonModelException, match="as planned"):
-        forked.is_model_ready("m", "")
-
-
-def test_a_stream_is_refused_in_a_fork_and_the_error_says_where_it_works(forked: ForkedHost) -> None:
-    with pytest.raises(TritonModelException, match="in the model's own process only"):
-        forked.infer(request(), True)
-
-
-def test_outputs_are_asked_for_in_memory_that_a_fork_has(forked: ForkedHost) -> None:
-    stub = Stub(lambda: Y)
-    host.use(stub)
-    forked.infer(request(), False)
-    wish = stub.asked[0]._preferred_memory
-    assert wish is not None
-    assert wish.is_ordinary
-
-
-def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served(
-    forked: ForkedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host.use(Stub(lambda: Y))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TritonModelException, match="is full: can't start new thread"):
-            forked.infer(request(), False)
-    answer: Any = forked.infer(request(), False)
-    assert (answer.output_tensors()[0].as_numpy() == [0, 1, 2]).all()
-
-
-def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    host.use(Stub(lambda: Y))
-    broker = ForkBroker(lambda: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
-            broker._open()
-    broker._open()
-    try:
-        forked = ForkedHost(broker._outside)
-        assert isinstance(forked.infer(request(), False), InferenceResponse)
-    finally:
-        host.use(None)
-        broker._outside.close()
-    wait_until(lambda: not any(each.name == "moonpool-forks" for each in threading.enumerate()))
-    broker._inside.close()
-
-
-def test_a_request_that_cannot_be_sent_is_an_error(forked: ForkedHost) -> None:
-    asked = InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"], parameters={"n": 1 << 70})
-    with pytest.raises(TritonModelException):
-        forked.infer(asked, False)
-
-
-DYING = """
-import os, signal, sys, threading
-from moonpool.stub.pb_utils import host
+# A stub whose host answers each question as `answer` does.
+STUB = """
+import os, signal, threading
+import numpy as np
 from moonpool.stub.hosts.forks import ForkBroker
+from moonpool.stub.pb_utils import host
+from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import InferenceRequest
+from moonpool.stub.pb_utils.response import InferenceResponse
+from moonpool.stub.pb_utils.tensor import Tensor
 
 
 class Stub(host.Host):
     def infer(self, request, decoupled):
-        other = os.fork()
-        if not other:
-            signal.pause()
-        print(other, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        return answer(request)
+
+    def is_model_ready(self, name, version):
+        return bool(answer(None))
+
+
+def request(**fields):
+    return InferenceRequest(model_name="m", inputs=[], requested_output_names=["Y"], **fields)
+
+
+def infer(asked=None, decoupled=False):
+    return host.current().infer(asked or request(), decoupled).output_tensors()[0].as_numpy().tolist()
+
+
+def told(ask, *arguments):
+    try:
+        answer = ask(*arguments)
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(answer, flush=True)
+
+
+start = threading.Thread.start
+
+
+def refuse(_):
+    threading.Thread.start = start
+    raise RuntimeError("can't start new thread")
+
+
+def answer(request):
+    return InferenceResponse([Tensor("Y", np.arange(3, dtype=np.float32))])
 
 
 host.use(Stub())
 ForkBroker(lambda: None)
+"""
+
+
+def told(fork: str, stub: str = "") -> list[str]:
+    """Run `stub` in a stub, and `fork` in one that it forks. Returns the lines that they print."""
+    parts = STUB, textwrap.dedent(stub), "if os.fork(): os._exit(os.wait()[1])", textwrap.dedent(fork), "os._exit(0)"
+    program = [sys.executable, "-c", "\n".join(parts)]
+    return subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("error", ["TritonModelException", "KeyError"])
+def test_every_failure_reaches_the_fork(error: str) -> None:
+    lines = told(
+        "told(infer); told(host.current().is_model_ready, 'm', '')", f"def answer(_): raise {error}('as planned')"
+    )
+    assert [line.startswith("TritonModelException: ") and "as planned" in line for line in lines] == [True, True]
+
+
+def test_a_stream_is_refused_in_a_fork_and_the_error_says_where_it_works() -> None:
+    (line,) = told("told(infer, None, True)")
+    assert "in the model's own process only" in line
+
+
+def test_outputs_are_asked_for_in_memory_that_a_fork_has() -> None:
+    asked = "def answer(request): raise TritonModelException(f'ordinary: {request._preferred_memory.is_ordinary}')"
+    assert told("told(infer)", asked) == ["TritonModelException: ordinary: True"]
+
+
+def test_a_fork_for_which_there_is_no_thread_is_told_and_the_next_is_served() -> None:
+    lines = told(
+        "for _ in range(3): told(infer)",
+        """
+        usual = answer
+        def answer(request):
+            threading.Thread.start = refuse
+            return usual(request)
+        """,
+    )
+    assert lines[::2] == ["[0.0, 1.0, 2.0]"] * 2
+    assert lines[1].endswith("is full: can't start new thread")
+
+
+def test_a_door_that_could_not_be_opened_is_opened_at_the_next_fork() -> None:
+    first = "threading.Thread.start = refuse\nif not os.fork(): os._exit(0)\nos.wait()"
+    assert told("told(infer)", first) == ["[0.0, 1.0, 2.0]"]
+
+
+def test_a_request_that_cannot_be_sent_is_an_error() -> None:
+    (line,) = told("told(infer, request(parameters={'n': 1 << 70}))")
+    assert line.startswith("TritonModelException: ")
+
+
+DYING = """
+def answer(request):
+    other = os.fork()
+    if not other:
+        signal.pause()
+    print(other, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 if os.fork():
     signal.pause()
-try:
-    host.current().infer(InferenceRequest(model_name="m", inputs=[], requested_output_names=[]), False)
-except Exception as error:
-    print(error, flush=True)
+told(infer)
 os._exit(0)
 """
 
 
 def test_a_fork_that_asks_hears_of_the_end_of_the_stub_while_another_fork_lives() -> None:
-    with subprocess.Popen([sys.executable, "-c", DYING], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", STUB + DYING], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         try:
-            assert process.stdout.readline() == b"The process that hosts the model has ended.\n"
+            line = process.stdout.readline()
+            assert line == b"TritonModelException: The process that hosts the model has ended.\n"
         finally:
             os.kill(other, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
