@@ -26,7 +26,7 @@ def address_of(capsule: object, form: str) -> int:
     return int(pointer(capsule, FORMS[form][0]))
 
 
-def overwrite(capsule: object, form: str = "first form", **fields: int) -> None:
+def overwrite(capsule: object, form: str = "first form", /, **fields: int) -> None:
     """Change fields of the tensor in a capsule."""
     for name, value in fields.items():
         offset, kind = _FIELDS[name]
