@@ -1,4 +1,4 @@
-"""What a stub leaves behind, and closes at the end of its process only."""
+"""Closes what a stub leaves to the end of its process, and finds what it must not leave at all."""
 
 from __future__ import annotations
 
