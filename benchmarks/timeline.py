@@ -35,7 +35,7 @@ _PARTS = ("queue", "input", "compute", "output")
 
 
 class NoTraces(MoonpoolError):
-    """The traces of a server cannot be had. The text says why."""
+    """The traces of a server cannot be read. The text says why."""
 
     code = "UNAVAILABLE"
 

@@ -48,7 +48,7 @@ def _mermaid(text: str) -> str:
 
 
 class _Fields:
-    """What the fields of messages may be, in words; the rows in them are listed apart."""
+    """Describes what the fields of messages may be; the rows in them are listed apart."""
 
     def __init__(self) -> None:
         self._named = {
@@ -135,7 +135,7 @@ def _numbers() -> str:
 
 
 def drawings() -> dict[str, str]:
-    """What stands behind each marker."""
+    """Return the text behind each marker."""
     return {
         "backend": _mermaid(draw(BACKEND)),
         "model": _mermaid(draw(MODEL)),

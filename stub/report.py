@@ -213,8 +213,8 @@ def _about_modules(error: BaseException, text: str, policy: Policy) -> str:  # n
     folder = _folder_beside(name)
     if folder:
         return (
-            f"{name} lies in {folder}, in which the runtime was started; models import nothing from there unless the "
-            f"runtime's PYTHONPATH has it: PYTHONPATH={folder}"
+            f"{name} is in {folder}, where the runtime was started, but models do not import from there; "
+            f"start the runtime with PYTHONPATH={folder}"
         )
     return (
         f"install {name} for {sys.executable}, under which the model runs, or name an environment that has it in "
@@ -245,8 +245,8 @@ def _about_variables(error: BaseException, text: str, policy: Policy) -> str:
     name = text.strip("'")[:_MOST_NAME]
     if policy.is_contained:
         return (
-            f"a model in the sandbox '{policy.level}' sees {name} only if the runtime has it and MOONPOOL_ENVIRONMENT "
-            "names it"
+            f"a model in the sandbox '{policy.level}' sees {name} only if it is set for the runtime and "
+            "MOONPOOL_ENVIRONMENT names it"
         )
     if name.startswith(_OF_CREDENTIALS):
         return (

@@ -350,7 +350,7 @@ def _in_process(
     subject = InProcess(
         runtime, options.model, mix, is_async=options.is_async, timeout_s=options.timeout_s, sandbox=level
     )
-    # What is wrong with the inputs is said once, and at once.
+    # Mistakes in the inputs are reported once, before the measurement.
     subject.check()
     return (mix, schedule), subject
 

@@ -140,7 +140,7 @@ _SERVER = (
 
 
 class OwnServer(MoonpoolHost):
-    """A `moonpool serve` over HTTP alone, which loads models as it is told. For one thread."""
+    """A `moonpool serve` over HTTP alone, which loads models on request. For one thread."""
 
     health = "live"
 

@@ -152,7 +152,7 @@ cdef lease_on(region, buffer, Block block, release)
 
 
 cdef class LaneEnd:
-    """What the lane calls of a port. The head of `RuntimePort` in `__init__.py` says what each does."""
+    """Declares what the lane calls of a port. The head of `RuntimePort` in `__init__.py` says what each does."""
 
     # Who has the answers for those that do not ask the port: the link.
     cdef public object link

@@ -54,12 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file for the working directory of the source, by its own name or another; may be repeated",
     )
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, help="the folder for files that come out; made if missing"
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="copy the files that the source writes below out/ into this folder; made if missing",
     )
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=30.0, help="default %(default)s")
     parser.add_argument("--memory", metavar="SIZE", help="such as 512M; default half of the machine's")
     parser.add_argument(
-        "--files-bytes", metavar="SIZE", default="64M", help="for files and what comes out; default %(default)s"
+        "--files-bytes",
+        metavar="SIZE",
+        default="64M",
+        help="most bytes of all files that the source gets and writes; default %(default)s",
     )
     parser.add_argument(
         "--path",

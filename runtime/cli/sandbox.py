@@ -178,7 +178,7 @@ def _tried(layer: str, policy: Policy) -> tuple[str, str]:
             _, errors = process.communicate(timeout=_PATIENCE_S)
         except (TimeoutError, subprocess.TimeoutExpired):
             process.kill()
-            return "the process that tried it did not come to an end", ""
+            return "the process that tried it did not end", ""
         except BaseException:
             process.kill()
             raise

@@ -76,7 +76,7 @@ def _event(text: str) -> Any:
 
 
 def _value(text: bytes) -> Any:
-    """Return a JSON value with its keys in order; what is no JSON, as it is."""
+    """Return a JSON value with its keys in order, and any other text as it is."""
     try:
         value = json.loads(text.decode("utf-8", "surrogateescape"), object_pairs_hook=_Ordered)
     except (ValueError, RecursionError):

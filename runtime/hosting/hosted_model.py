@@ -54,7 +54,7 @@ from moonpool.runtime.stubs.handle import Stubs
 from moonpool.runtime.stubs.readiness import Answer, ask_all
 
 _log = RuntimeLog("moonpool")
-_NO_CACHE = "model '%s' has a response_cache, and there is none: %s"
+_NO_CACHE = "model '%s' asks for a response cache, but there is no cache: %s"
 # The time that instances of an update that failed elsewhere have for requests that they took meanwhile.
 _UNDO_S = 30.0
 # The states of models are remembered after these have gone.
@@ -409,7 +409,7 @@ class HostedModel:
                 self.model.is_asleep = self.is_dormant = True
                 self._tell(str(self), "ASLEEP", "its instances sleep")
                 return True
-            _log.error("model '%s' ends instead of sleeping: %s", self.name, self.hook_failure)
+            _log.error("model '%s' cannot sleep, so its processes end: %s", self.name, self.hook_failure)
         self._end_instances()
         return True
 

@@ -13,7 +13,7 @@ from moonpool.ipc.errors import scrubbed as scrubbed
 def public_text(error: BaseException, request_id: str = "", *, is_for_contained: bool = False) -> str:
     """Return the text of any error without private facts. The caller logs the whole text.
 
-    Of an error that is not moonpool's, nothing is said. The rest is as in `MoonpoolError.public_text`.
+    The text of an error that is not moonpool's stays private. The rest is as in `MoonpoolError.public_text`.
     """
     if not isinstance(error, MoonpoolError):
         error = MoonpoolError()

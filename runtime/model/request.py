@@ -205,7 +205,7 @@ class Waiter(Protocol):
         raise TypeError(f"{type(self).__name__} takes one response only")
 
     def resolve(self, outcome: Outcome | None) -> None:  # noqa: ARG002 - as `appoint`
-        """Take the outcome. It is None only for a caller who takes many, and means that no more comes.
+        """Take the outcome. A caller who takes many gets None after the last one.
 
         Called once, from any thread.
         """

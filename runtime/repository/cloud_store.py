@@ -157,7 +157,7 @@ class CloudStore:
             except Exception as error:  # each library has errors of its own
                 if pause_s is None or _is_final(error):
                     self._fails(url, error)
-                _log.info("%s cannot be read now, and is asked again: %s", url, self._text(error))
+                _log.info("%s could not be read, and is tried again: %s", url, self._text(error))
                 stop.wait(pause_s)
         raise RepositoryError(f"{url} was not read")
 

@@ -2,7 +2,7 @@
 
 Everything here was written by strangers, and is data: a list of names and some small JSON files. No file of the
 repository is a configuration of moonpool's. Files are copied by an allow-list of names, so code and pickles are not
-there unless the operator granted them for this commit. What the repository would have liked is told (`remarks`).
+there unless the operator granted them for this commit. `remarks` names what the repository asks for beyond that.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class HubGrants(NamedTuple):
 
 
 class HubModel(NamedTuple):
-    """A model at one commit. `remarks` says what the repository would have liked and does not get, or does."""
+    """A model at one commit. `remarks` names what the repository asks for, and whether it gets it."""
 
     url: str
     commit: str
@@ -226,7 +226,7 @@ class _Description:
                 )
             if not isinstance(path, str) or not re.fullmatch(r"|[0-9]+_[A-Za-z]+", path):
                 raise self._refusal(
-                    f"modules.json names the folder {str(path)!r:.100}, which is none of this repository's"
+                    f"modules.json names the folder {str(path)!r:.100}, which is not a folder of this repository"
                 )
 
     # Files
@@ -265,7 +265,7 @@ class _Description:
             raise self._refusal(f"{index} names no files")
         return sorted(names)
 
-    # What it would have liked
+    # What it asks for
 
     def _remark_on_code(self) -> None:
         asked = {

@@ -120,7 +120,7 @@ class HubStore:
         for _ in range(_MOST_PAGES):
             found, following = self._json(page, stop)
             if not isinstance(found, list):
-                raise self._refusal("the Hub's list of files is none")
+                raise self._refusal("the Hub's answer is not a list of files")
             count += len(found)
             if count > 2 * MOST_FILES:
                 raise self._refusal(f"the Hub lists more than {MOST_FILES:,} files and folders")
@@ -312,7 +312,7 @@ class HubStore:
                 rest = piece[known:]
                 left -= len(rest)
                 if left < 0:
-                    raise _Broken(f"more bytes come than the {file.size_bytes:,} that the Hub's list says")
+                    raise _Broken(f"the Hub sends more than the {file.size_bytes:,} bytes that it lists")
                 if rest:
                     yield rest
             if left:
@@ -360,7 +360,7 @@ class HubStore:
             except Exception as error:  # the library for HTTP has errors of its own
                 if pause_s is None or _is_final(error):
                     self._fails("", error)
-                _log.info("%s cannot be read now, and is asked again: %s", self.url, self._text(error))
+                _log.info("%s could not be read, and is tried again: %s", self.url, self._text(error))
                 stop.wait(pause_s)
         raise RepositoryError(f"{self.url} was not read")
 

@@ -291,7 +291,7 @@ class ModelDirectory:
         return sorted(int(name) for name in directories(self.path) if is_version(name))
 
     def ignored(self) -> list[str]:
-        """List directories that look like versions and are none, for a warning."""
+        """List directories that look like versions but are not, for a warning."""
         names = (name for name in directories(self.path) if not is_version(name))
         return [name for name in names if name.isdigit()]
 

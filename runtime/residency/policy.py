@@ -25,7 +25,7 @@ _OF_RESIDENT = Arguments(lambda name, what: ValueError(f"Resident({name}=) {what
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Load models when they are asked for, and let no more of them stay in memory than this. None is no limit.
+    """Load models on demand, and keep no more of them in memory than this. None is no limit.
 
     `memory` and `gpu_memory` are measured sizes in bytes, those of all models together. `least_stay_s` is the least
     time for which a model stays. If no room can be made for a model within `patience_s`, its requests fail. Raises

@@ -45,7 +45,7 @@ class Printed:
         return True
 
     def drain(self) -> None:
-        """Take what is there. Ends even if more comes all the time."""
+        """Read what was printed until now. Ends even if the source prints without an end."""
         for _ in range(2 * KEPT_BYTES // _READ_BYTES):
             if not self.read():
                 break

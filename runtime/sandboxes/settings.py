@@ -146,7 +146,7 @@ def read_files(files: Mapping[str, Content] | None) -> dict[str, bytes]:
         OF_RUNTIME.refuse("files", f"{MOST_FILES} files at most", len(found))
     for name in found:
         if name == OUT:
-            OF_RUNTIME.refuse("files", f"a map without {OUT!r}, the folder for files that come out", name)
+            OF_RUNTIME.refuse("files", f"a map without {OUT!r}, the folder for files that the source writes", name)
         parts = name.split("/")
         for count in range(1, len(parts)):
             if (parent := "/".join(parts[:count])) in found:

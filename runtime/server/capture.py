@@ -110,7 +110,7 @@ class Capture:
                     self._queued_bytes -= size_bytes
                     self._dropped += 1
         elif is_first:
-            _log.warning("Requests come faster than they can be captured: some are left out.")
+            _log.warning("Requests arrive faster than they can be captured: some are missing in the file.")
 
     def _put(self, at_ns: int, config: ModelConfig, request: InferenceRequest, size_bytes: int) -> None:
         # The memory belongs to the client or to the model soon.

@@ -30,13 +30,13 @@ C = TypeVar("C")
 
 
 class Admission(Enum):
-    """Says what a client gets."""
+    """Says whether a client is served."""
 
     WELCOME = 0
     TOLD = 1
-    """It is told that there is no room for it."""
+    """No, and it gets an answer that says so."""
     NONE = 2
-    """It is closed."""
+    """No, and its connection is closed without an answer."""
 
 
 class AllClients:

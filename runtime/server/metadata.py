@@ -79,7 +79,7 @@ class Metadata:
         """Return whether a request to the model could run now, and its own `is_ready` agrees.
 
         A model that is not loaded is not ready. If an instance gives a reason, it is logged. Raises `InvalidRequest`
-        for a version that is no number.
+        unless the version is a number.
         """
         number = version_of(version)
         try:

@@ -223,7 +223,7 @@ class RepositoryControl:
             for name in sorted(gone - self._gone):
                 self._said.pop(name, None)
                 self._registry.begin_unload(name)
-                _log.info("'%s' is gone from the repository: unloading", name)
+                _log.info("'%s' was removed from the repository: unloading", name)
             self._gone = gone
             self._load_patiently(again=again)
         except Exception:  # the models go on serving, and the next poll may succeed

@@ -80,7 +80,7 @@ class Growth:
                 self._is_growing = False
                 link.send_region(region, Side.STUB)
         except (PeerGone, Closed) as error:
-            _log.debug("a stub is gone before it could grow: %s", error)
+            _log.debug("a stub ended before it got more memory: %s", error)
         except ProtocolError as error:  # the stub does not read the answers
             self._breach = error
             self._control.channel.wake()

@@ -335,7 +335,7 @@ class StubHandle:
         if version != PROTOCOL_VERSION:
             raise LoadFailed(
                 f"the runtime speaks protocol {PROTOCOL_VERSION} and this stub {version}; "
-                "both must come from one moonpool",
+                "install the same moonpool for both",
                 stage="handshake",
             )
         plan = self.plan

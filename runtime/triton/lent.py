@@ -269,7 +269,7 @@ class LentInstance(ModelInstance):
         if isinstance(decision, GiveUp):
             rest_s = self._supervisor.rest_s
             notice = f"it {decision.reason}; it is started again after {rest_s:g} s"
-            _log.error("[%s] is given up: %s", self.name, notice)
+            _log.error("[%s] is not restarted now: %s", self.name, notice)
             message = f"{message} ({notice})"
         else:
             restarts_in_ms = max(0, int((decision.at_s - time.monotonic()) * 1000))

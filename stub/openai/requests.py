@@ -214,7 +214,7 @@ class RerankRequest(OpenAIRequest):
 
 
 class TranscriptionRequest(OpenAIRequest):
-    """Is a request to write down what is said in a recording. The fields are those of the form beside the file."""
+    """Is a request to transcribe a recording. The fields are those of the form beside the file."""
 
     __slots__ = ("file",)
 

@@ -165,7 +165,7 @@ class ResponseIterator:
     __slots__ = ("_abandon", "_cancel", "_index", "_is_begun", "_is_over", "_lock", "_missed", "_receive", "_seen")
 
     def __init__(self) -> None:
-        raise TypeError("a ResponseIterator comes from exec(decoupled=True)")
+        raise TypeError("a ResponseIterator is made by exec(decoupled=True)")
 
     @classmethod
     def over(

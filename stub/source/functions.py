@@ -67,7 +67,7 @@ class HostFunctions:
         with self._lock:
             channel = self._channel
             if channel is None:
-                raise HostError(f"{name} cannot be called: no run that was given functions goes on")
+                raise HostError(f"{name} can be called only during a run that was given functions")
             self._drop_replies()
             try:
                 packet = values.CALL + values.parcel(written, self._answer_fd)

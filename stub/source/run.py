@@ -205,7 +205,7 @@ class SourceRun:
                     continue
                 if found.st_size > left_bytes or len(files) >= MOST_FILES:
                     what = f"are more than {MOST_FILES} files or {most_bytes} bytes"
-                    return files, f"{OUT}/{shown:.200} and what comes after it {what}"
+                    return files, f"{OUT}/{shown:.200} and the files after it {what}"
                 with open(path, "rb", opener=_open_no_link) as file:
                     files[shown] = file.read(left_bytes)
                 left_bytes -= len(files[shown])

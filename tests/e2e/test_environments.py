@@ -299,7 +299,7 @@ class TestVariables:
         file = model_file("import os\nos.environ['MY_ENV']\nclass TritonPythonModel: pass\n")
         config = SIGNATURE | options(SANDBOX="strict")
         monkeypatch.setenv("MY_ENV", "its value")
-        words = "sees MY_ENV only if the runtime has it and MOONPOOL_ENVIRONMENT names it"
+        words = "sees MY_ENV only if it is set for the runtime and MOONPOOL_ENVIRONMENT names it"
         with (
             caplog.at_level("INFO", logger="moonpool"),
             pytest.raises(LoadFailed, match=rf"KeyError: 'MY_ENV'; .* 'strict' {words}"),
@@ -317,7 +317,7 @@ class TestVariables:
         [
             ("off", "'MY_ENV'; set MY_ENV for the runtime, whose environment the model has"),
             ("standard", "'MY_ENV'; set MY_ENV for the runtime, whose environment the model has"),
-            ("strict", "the runtime has it and MOONPOOL_ENVIRONMENT names it"),
+            ("strict", "it is set for the runtime and MOONPOOL_ENVIRONMENT names it"),
         ],
     )
     def test_a_request_that_misses_one_is_told_as_well(

@@ -189,7 +189,7 @@ def test_a_sleep_that_fails_ends_the_model(
         assert runtime.instances("m") == []
         assert not os.path.exists(f"/proc/{pid}")
         assert ask(runtime)[0] != pid
-    assert "model 'm' ends instead of sleeping" in caplog.text
+    assert "model 'm' cannot sleep, so its processes end" in caplog.text
     assert reason in caplog.text
 
 

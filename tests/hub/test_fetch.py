@@ -328,7 +328,7 @@ def test_more_bytes_than_listed_are_not_written(hub: Hub, tmp_path: Path) -> Non
 
     hub.instead = lie
     try:
-        with pytest.raises(RepositoryError, match="more bytes come than the 7,000 that the Hub's list says"):
+        with pytest.raises(RepositoryError, match="the Hub sends more than the 7,000 bytes that it lists"):
             find("hf://o/m")
     finally:
         ended.set()

@@ -207,13 +207,13 @@ def test_a_missing_model_is_logged_once(
     shutil.rmtree(models / "good")
     for _ in range(3):
         control.poll()
-    assert caplog.text.count("'good' is gone from the repository") == 1
+    assert caplog.text.count("'good' was removed from the repository") == 1
     write(models, "good")
     control.poll()
     assert state(control, "good") == "READY"
     shutil.rmtree(models / "good")
     control.poll()
-    assert caplog.text.count("'good' is gone from the repository") == 2
+    assert caplog.text.count("'good' was removed from the repository") == 2
 
 
 @pytest.mark.promise("The model repository of a server", "A poll that fails is logged, and the next one follows.")

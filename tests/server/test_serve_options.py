@@ -185,7 +185,7 @@ def test_a_repository_is_polled_when_it_is_time_and_at_a_hangup(models: Path) ->
         write(models, "second")
         server.wait_for("successfully loaded 'second'")
         shutil.rmtree(models / "good")
-        server.wait_for("'good' is gone from the repository: unloading")
+        server.wait_for("'good' was removed from the repository: unloading")
     with running(models, "--model-control-mode=poll", "--repository-poll-secs=3600") as server:
         write(models, "third", BAD)
         server.tell(signal.SIGHUP)

@@ -64,7 +64,7 @@ class TritonServed(TritonHost, Served):
 
 
 def both_servers(report: Report, stack: contextlib.ExitStack, models: Sequence[str]) -> list[Served]:
-    """Start both with these models; the stack ends them. One that cannot be had is reported and left out."""
+    """Start both with these models; the stack ends them. One that is not available is reported and left out."""
     servers: list[Served] = []
     for make in (MoonpoolServed, TritonServed):
         try:

@@ -69,7 +69,7 @@ _SELDOM_S = 7200.0
 _LARGE_BYTES = TOGETHER_BYTES
 # A client may take longer for a large message if at least so many bytes come in a second.
 _BYTES_PER_S = 16 << 10
-_SLOW = Status("DEADLINE_EXCEEDED", "the request took too long to come")
+_SLOW = Status("DEADLINE_EXCEEDED", "the request took too long to arrive")
 _LEVELS = {"low": 1, "medium": 6, "high": 9}
 _ZLIB_BITS = {"gzip": 31, "deflate": 15}
 _OWN = frozenset(("te", "content-type", "host"))

@@ -59,4 +59,4 @@ class GrpcOptions:
     max_backlog_bytes: int = part_of_memory(32, 256 << 20)
     """A stream ends when more bytes wait for its client, who does not read them."""
     max_backlogs_bytes: int = part_of_memory(16, 1 << 30)
-    """When more bytes wait for the clients of all streams, the stream ends for which the most wait."""
+    """The most bytes that wait for the clients of all streams. Beyond it, the stream with the most ends."""

@@ -826,7 +826,7 @@ class HttpPort:
             self.meter.clients.ended(exchange.received_ns, has_failed=has_failed)
 
     def refuse(self, connection: HttpConnection, head: Head | None, error: BadHttpMessage) -> None:
-        """Write the answer to a message that is no request, or one whose body is not read."""
+        """Write the answer to a malformed request, or to one whose body is not read."""
         self.meter.answered(error.status)
         HttpExchange(connection, _NO_HEAD if head is None else head, b"").fail(error.status, error.text, error.headers)
 

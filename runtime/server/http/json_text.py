@@ -180,7 +180,7 @@ class _Count:
 
 
 def _count_in(part: bytes, sign: bytes) -> int:
-    """Return how often a sign stands in a part of the text. To find none takes a thirtieth of the time for counting."""
+    """Count a character in a part of the text. To find none takes a thirtieth of the time for counting."""
     return part.count(sign) if sign in part else 0
 
 
@@ -427,7 +427,7 @@ class _Elements:
 
 
 def repeated_key(text: Body) -> str | None:
-    """Return a key that stands twice in one object of a text that `loads` has read, else None.
+    """Return a key that one object of a text has twice, else None. `loads` has read the text.
 
     Raises `NotJson` for objects that are nested too deeply.
     """

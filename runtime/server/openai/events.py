@@ -143,7 +143,7 @@ class EventStream:
             self._exchange.begin(200, _EVENTS)
 
     def _write(self) -> None:
-        """Send what is there. The status waits for the first event."""
+        """Send the events that are ready. The status waits for the first one."""
         if self._events:
             self._begin()
             self._exchange.send(self._taken())

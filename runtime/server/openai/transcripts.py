@@ -1,4 +1,4 @@
-"""The endpoint for recordings, and the forms of what is said in them.
+"""The endpoint for transcriptions, and the formats of its answers.
 
 The recording goes to the model as it came. The model answers with pieces of text. A piece with a begin and an end is a
 segment; the forms with times, `srt`, `vtt` and `verbose_json`, need these.
@@ -132,7 +132,7 @@ class Transcriptions:
         self._asker = asker
 
     async def transcribe(self, request: RouteRequest) -> RouteReply | None:
-        """Write down what is said in a recording."""
+        """Transcribe a recording."""
         exchange = request.exchange
         content_type = request.header(b"content-type", "")
         fields, body, file = await request.read(lambda raw: _read_recording(content_type, raw))

@@ -395,7 +395,7 @@ def _as_openai(name: str) -> dict[str, object]:
 def _asked_of(asked: HttpRequest) -> tuple[str, bool]:
     """Return the model that a request of OpenAI's API names, "" if none, and whether it wants a stream.
 
-    What is wrong with the request is said where it is answered.
+    Mistakes in the request are reported where it is answered.
     """
     kind = next((value for name, value in asked.headers if name == b"content-type"), b"").decode("latin-1")
     try:

@@ -1,5 +1,4 @@
-"""Options of a deployment, and what Ray is told about a model without any: all of it follows from the model's
-configuration.
+"""Options of a deployment, and the defaults for a model without any, which follow from its configuration.
 
 Nothing here imports Ray, starts a process or loads a model.
 """

@@ -1,4 +1,4 @@
-"""Writes down what is said: `/v1/audio/transcriptions`. WAV is decoded here, other files by `soundfile` if it is there:
+"""Transcribes speech: `/v1/audio/transcriptions`. WAV is decoded here, other files by `soundfile` if it is there:
 no program may be started for that.
 """
 

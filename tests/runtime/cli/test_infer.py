@@ -130,7 +130,7 @@ def test_a_response_cache_that_is_missing_is_told_with_the_command_that_has_one(
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == (
-        "model 'cached' has a response_cache, and there is none: commands keep no responses, "
+        "model 'cached' asks for a response cache, but there is no cache: commands keep no responses, "
         "`moonpool serve` does with --cache-config=local,size=BYTES\n"
     )
 

@@ -1,4 +1,4 @@
-"""Why an interpreter could not be started."""
+"""Reasons why an interpreter could not be started."""
 
 from __future__ import annotations
 

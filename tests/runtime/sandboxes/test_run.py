@@ -134,7 +134,7 @@ os.getcwd() == os.environ["HOME"]
         with pytest.raises(ValueError, match="files must be"):
             moonpool.run("1", files={name: b""})
     with pytest.raises(
-        ValueError, match="files must be a map without 'out', the folder for files that come out, not 'out'"
+        ValueError, match="files must be a map without 'out', the folder for files that the source writes, not 'out'"
     ):
         moonpool.run("1", files={"out": b""})
     for names in (["a", "a/b"], ["a/b/c", "a/b"], ["out", "out/x"]):

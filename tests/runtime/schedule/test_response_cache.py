@@ -382,7 +382,9 @@ def test_without_a_cache_every_request_is_executed(folder: Path, caplog: pytest.
         for _ in range(2):
             runtime.infer("m", x(1))
         assert executions(backend) == 2
-        assert "model 'm' has a response_cache, and there is none: make the runtime with Runtime(resp" in (caplog.text)
+        assert "model 'm' asks for a response cache, but there is no cache: make the runtime with Runtime(resp" in (
+            caplog.text
+        )
         assert "nv_cache" not in runtime.metrics()
 
 

@@ -107,5 +107,5 @@ def test_a_loop_goes_on_where_one_broke_off() -> None:
 
 
 def test_a_response_iterator_is_not_made_by_hand() -> None:
-    with pytest.raises(TypeError, match="comes from exec"):
+    with pytest.raises(TypeError, match="is made by exec"):
         pb_utils.ResponseIterator()

@@ -94,7 +94,7 @@ def test_an_instance_that_was_given_up_comes_back_where_nobody_can_load_it(tmp_p
             os.kill(stub, signal.SIGKILL)
             wait_until(lambda: "it is started again after 3 s" in ask(server), TIMEOUT_S)
         wait_until(lambda: _number(ask(server)), TIMEOUT_S)
-        assert "is given up: it died" in server.log()
+        assert "is not restarted now: it died" in server.log()
 
 
 @pytest.mark.promise("The launcher of a tritonserver", "An instance that was given up …")
@@ -138,7 +138,7 @@ def test_want_of_files_in_the_server_is_no_death_of_a_model(tmp_path: Path, ask:
         finally:
             resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
         wait_until(lambda: _number(ask(server)), TIMEOUT_S)
-        assert "is given up" not in server.log()
+        assert "is not restarted now" not in server.log()
 
 
 @pytest.mark.promise(

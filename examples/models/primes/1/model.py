@@ -1,4 +1,4 @@
-"""How many primes there are below a number: pure Python, which holds the interpreter's lock all the time."""
+"""Counts the primes below a number in pure Python, which holds the interpreter's lock all the time."""
 
 from moonpool import Batch, Int64, Outputs
 
