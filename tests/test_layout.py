@@ -217,6 +217,20 @@ def test_no_packages_import_each_other(package: str) -> None:
     assert circles(parts) == []
 
 
+def test_no_packages_anywhere_import_each_other() -> None:
+    edges: dict[str, set[str]] = {}
+    packages = {module_of(path).removesuffix(".__init__") for path in SOURCES if path.name == "__init__.py"}
+    for name, others in imports_of_modules().items():
+        mine = name if name in packages else name.rpartition(".")[0]
+        for other in others:
+            theirs = other if other in packages else other.rpartition(".")[0]
+            # A package and one inside of it are one: the modules of both are counted above.
+            if not f"{mine}.".startswith(f"{theirs}.") and not f"{theirs}.".startswith(f"{mine}."):
+                edges.setdefault(mine, set()).add(theirs)
+
+    assert circles(edges) == []
+
+
 def test_a_package_has_at_most_15_modules() -> None:
     count = Counter(package_of(path) for path in SOURCES if path.name != "__init__.py")
 

@@ -46,6 +46,7 @@ from moonpool.runtime.server.http.server import HttpServer
 from moonpool.runtime.server.listening import connections
 from moonpool.runtime.server.log import LogControl, ServerLog
 from moonpool.runtime.server.metadata import Metadata
+from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.options.protocols import cache_bytes, grpc_options, http_options, trace_flags
 from moonpool.runtime.server.options.sources import BadOption
 from moonpool.runtime.server.options.table import ServerOptions
@@ -102,7 +103,7 @@ class Server:
         self._runtime = self._service.runtime
         self._together = AllClients(connections(options).together)
         self._grpc: GrpcServer | None = None
-        self._http = HttpServer(self._service, self._http_options, self._together)
+        self._http = HttpServer(self._service, self._http_options, OpenAIEndpoints, self._together)
         self._service.metadata.is_open = False
         # Set by the first signal to end the server.
         self._ending = asyncio.Event()

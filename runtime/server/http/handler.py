@@ -18,10 +18,9 @@ from moonpool.runtime.server.http.body import over_openai_size
 from moonpool.runtime.server.http.connection import HttpExchange, error_body, http_status
 from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Head, Headers, path_of
 from moonpool.runtime.server.http.inference import HttpInference, InferTarget
-from moonpool.runtime.server.http.routes import RouteTable
+from moonpool.runtime.server.http.routes import ErrorReply, RouteTable, id_header, id_of
 from moonpool.runtime.server.http.turns import LONG_BYTES
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
-from moonpool.runtime.server.openai.errors import ErrorReply, id_header, id_of
 from moonpool.runtime.server.page.content import PAGE
 from moonpool.runtime.server.restriction import Origins, Restriction, refused_type
 

@@ -9,10 +9,12 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from functools import partial
+from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -22,7 +24,7 @@ from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.server.http.body import ENCODINGS, TooLong, inflate
 from moonpool.runtime.server.http.connection import HttpExchange, error_body, error_headers, http_status
-from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Body, Headers, path_of
+from moonpool.runtime.server.http.head import JSON, TEXT, BadHttpMessage, Body, Head, Headers, path_of
 from moonpool.runtime.server.http.json_text import TooMuchJson, dumps, loads
 from moonpool.runtime.server.http.turns import LONG_BYTES
 
@@ -138,6 +140,78 @@ def reply(value: Any) -> RouteReply:
 def failure(status: int, text: str, headers: Headers = JSON) -> RouteReply:
     """Return an error in the form that all have."""
     return RouteReply(status, headers, error_body(text))
+
+
+# The errors of OpenAI's API: the names of their types and codes by status.
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_TYPES = {
+    400: _INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: _INVALID,
+    405: _INVALID,
+    413: _INVALID,
+    415: _INVALID,
+    422: _INVALID,
+    429: "rate_limit_error",
+}
+# As in Triton's front end.
+_WITHOUT_DETAIL = (401, 413)
+_MOST_ID_CHARACTERS = 128
+_CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
+
+
+class ErrorReply:
+    """Is what a client of OpenAI's API gets for an error."""
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        headers: Headers = JSON,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        detail: object = None,
+    ) -> None:
+        self.status = status
+        self.headers = headers
+        self.error = {
+            "message": text,
+            "type": _TYPES.get(status, _SERVER),
+            "param": param,
+            "code": code or _CODES.get(status),
+        }
+        # As Triton's own front end has it.
+        self._detail = text if detail is None else detail
+
+    @property
+    def body(self) -> bytes:
+        detail = {} if self.status in _WITHOUT_DETAIL else {"detail": self._detail}
+        return _written({"error": self.error, **detail})
+
+    @property
+    def event(self) -> bytes:
+        """The event that ends a stream. openai-python raises it, and so does not take what came before for all."""
+        return b"data: %b\n\n" % _written({"error": self.error})
+
+
+def id_of(head: Head) -> str:
+    """Return the id of a request: the client's, or one of ours."""
+    given = head.headers.get(b"x-request-id", b"").decode("latin-1")
+    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
+        return given
+    return token_hex(16)
+
+
+def id_header(request_id: str) -> Headers:
+    """Return the header that tells a client the id of its request."""
+    return ((b"x-request-id", request_id.encode("ascii")),)
+
+
+def _written(value: object) -> bytes:
+    """Return an error as JSON, even if a text that it quotes has half of a character."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 Endpoint = Callable[[RouteRequest], Awaitable[RouteReply | None]]

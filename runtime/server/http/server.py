@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
+from concurrent.futures import Executor
 from ipaddress import ip_address
+from typing import Protocol
 
 from moonpool.runtime.process.threads import TaskPool
 from moonpool.runtime.server.clients import AllClients, Clients
@@ -13,10 +16,9 @@ from moonpool.runtime.server.http.control import control_routes, metrics_routes,
 from moonpool.runtime.server.http.handler import HttpHandler, MetricsHandler
 from moonpool.runtime.server.http.inference import HttpInference
 from moonpool.runtime.server.http.options import HttpOptions
-from moonpool.runtime.server.http.routes import RouteTable
+from moonpool.runtime.server.http.routes import Route, RouteTable
 from moonpool.runtime.server.listening import CannotListen, bound_sockets, serve
 from moonpool.runtime.server.meter import Meter
-from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
 from moonpool.runtime.server.tls import TlsServer
@@ -27,15 +29,35 @@ _BACKLOG = 4096
 _THREADS, _PATIENT_THREADS = 4, 16
 
 
+class OpenAIPart(Protocol):
+    """Gives HTTP the endpoints of OpenAI's API."""
+
+    def routes(self) -> list[Route]:
+        """Return the routes of all endpoints."""
+
+    def port_routes(self) -> list[Route]:
+        """Return what a port for this API alone has beside those."""
+
+
 class HttpServer:
     """Serves until it is drained or closed. For the thread of the loop that it was made in."""
 
-    def __init__(self, service: Service, options: HttpOptions, together: AllClients | None = None) -> None:
-        """`together` counts the clients of all ports of the process."""
+    def __init__(
+        self,
+        service: Service,
+        options: HttpOptions,
+        make_openai: Callable[[Service, Executor], OpenAIPart],
+        together: AllClients | None = None,
+    ) -> None:
+        """`make_openai` makes the endpoints of OpenAI's API, with an executor that waits for models.
+
+        `together` counts the clients of all ports of the process.
+        """
         self.ports: dict[str, int] = {}
         """The ports that are served, by "http", "openai" and "metrics"."""
         self._service = service
         self._options = options
+        self._make_openai = make_openai
         self._addresses = {
             "http": options.address,
             "openai": options.openai_address,
@@ -86,7 +108,7 @@ class HttpServer:
     def _make_handlers(self) -> dict[str, HttpHandler]:
         """Return the handlers of the ports for HTTP and for OpenAI's API. Long bodies of both wait for each other."""
         options, service, loop = self._options, self._service, asyncio.get_running_loop()
-        endpoints = OpenAIEndpoints(service, self._patient)
+        endpoints = self._make_openai(service, self._patient)
         service.overview.has_openai = options.allow_openai
         routes = {
             "http": [

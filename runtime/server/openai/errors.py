@@ -6,10 +6,8 @@ as `retry-after-ms` says, and does not try again if that is more than a minute o
 
 from __future__ import annotations
 
-import json
 import math
 from http import HTTPStatus
-from secrets import token_hex
 
 from moonpool.ipc.errors import Closed, MoonpoolError, OutOfMemory
 from moonpool.runtime.errors import (
@@ -28,27 +26,12 @@ from moonpool.runtime.errors import (
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.openai.endpoints import NoTemplate
 from moonpool.runtime.openai.fields import BadField
-from moonpool.runtime.server.http.head import JSON, Head, Headers
+from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import NotJson, TooMuchJson
+from moonpool.runtime.server.http.routes import ErrorReply
 
-_INVALID, _SERVER = "invalid_request_error", "server_error"
 # For an error of the model: the same request would fail again.
 _HOPELESS: Headers = (*JSON, (b"x-should-retry", b"false"))
-_TYPES = {
-    400: _INVALID,
-    401: "authentication_error",
-    403: "permission_error",
-    404: _INVALID,
-    405: _INVALID,
-    413: _INVALID,
-    415: _INVALID,
-    422: _INVALID,
-    429: "rate_limit_error",
-}
-# As in Triton's front end.
-_WITHOUT_DETAIL = (401, 413)
-_MOST_ID_CHARACTERS = 128
-_CODES = {401: "invalid_auth", 404: "not_found", 413: "content_too_large"}
 
 
 class NoSuchModel(ModelNotFound):
@@ -58,54 +41,6 @@ class NoSuchModel(ModelNotFound):
         """The status is 400 for a model that a request names in its body, as in Triton's front end."""
         super().__init__(why or f"Unknown model: {name}")
         self.status = status
-
-
-class ErrorReply:
-    """Is what a client gets for an error."""
-
-    def __init__(
-        self,
-        status: int,
-        text: str,
-        headers: Headers = JSON,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        detail: object = None,
-    ) -> None:
-        self.status = status
-        self.headers = headers
-        self.error = {
-            "message": text,
-            "type": _TYPES.get(status, _SERVER),
-            "param": param,
-            "code": code or _CODES.get(status),
-        }
-        # As Triton's own front end has it.
-        self._detail = text if detail is None else detail
-
-    @property
-    def body(self) -> bytes:
-        detail = {} if self.status in _WITHOUT_DETAIL else {"detail": self._detail}
-        return _written({"error": self.error, **detail})
-
-    @property
-    def event(self) -> bytes:
-        """The event that ends a stream. openai-python raises it, and so does not take what came before for all."""
-        return b"data: %b\n\n" % _written({"error": self.error})
-
-
-def id_of(head: Head) -> str:
-    """Return the id of a request: the client's, or one of ours."""
-    given = head.headers.get(b"x-request-id", b"").decode("latin-1")
-    if given and len(given) <= _MOST_ID_CHARACTERS and given.isascii() and given.isprintable():
-        return given
-    return token_hex(16)
-
-
-def id_header(request_id: str) -> Headers:
-    """Return the header that tells a client the id of its request."""
-    return ((b"x-request-id", request_id.encode("ascii")),)
 
 
 def reply_of(error: BaseException) -> ErrorReply:
@@ -147,11 +82,6 @@ def _field_reply(error: BadField, text: str) -> ErrorReply:
         return ErrorReply(400, text, param=param, code="invalid_value")
     detail = [{"type": error.kind, "loc": ["body", *error.where], "msg": error.text, "input": error.given}]
     return ErrorReply(422, text, param=param, code=error.kind, detail=detail)
-
-
-def _written(value: object) -> bytes:
-    """Return an error as JSON, even if a text that it quotes has half of a character."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def _later(error: MoonpoolError) -> Headers:

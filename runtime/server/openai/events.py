@@ -22,9 +22,9 @@ from moonpool.runtime.openai.pieces import Piece
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.http.head import JSON, Headers
 from moonpool.runtime.server.http.json_text import dumps
-from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
+from moonpool.runtime.server.http.routes import RouteReply, RouteRequest, id_header, id_of
 from moonpool.runtime.server.openai.asking import TURN, together
-from moonpool.runtime.server.openai.errors import id_header, id_of, reply_of
+from moonpool.runtime.server.openai.errors import reply_of
 
 _log = RuntimeLog("moonpool")
 _EVENTS: Headers = (

@@ -15,6 +15,7 @@ import uvloop
 import moonpool
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.service import Service
 
 uvloop.new_event_loop().close()
@@ -68,7 +69,7 @@ class Serving:
         return self
 
     async def _start(self) -> HttpServer:
-        server = HttpServer(self.service, self._options)
+        server = HttpServer(self.service, self._options, OpenAIEndpoints)
         await server.start()
         return server
 

@@ -22,6 +22,7 @@ from tests.waiting import wait_until
 import moonpool
 from moonpool.runtime.server.http.options import HttpOptions
 from moonpool.runtime.server.http.server import HttpServer
+from moonpool.runtime.server.openai.routes import OpenAIEndpoints
 from moonpool.runtime.server.tracing.settings import trace_options
 from moonpool.runtime.server.tracing.traces import Traces
 
@@ -233,11 +234,13 @@ def test_of_two_servers_that_start_at_once_the_second_to_listen_is_refused_the_p
     files: Any = {"certificate": certificate, "private_key": key} if is_tls else {}
 
     async def start_both() -> None:
-        servers = [HttpServer(controlled.service, HttpOptions(port=0, metrics_port=None, **files))]
+        servers = [HttpServer(controlled.service, HttpOptions(port=0, metrics_port=None, **files), OpenAIEndpoints)]
         try:
             await servers[0].bind()
             port = servers[0].ports["http"]
-            servers.append(HttpServer(controlled.service, HttpOptions(port=port, metrics_port=None, **files)))
+            servers.append(
+                HttpServer(controlled.service, HttpOptions(port=port, metrics_port=None, **files), OpenAIEndpoints)
+            )
             await servers[1].bind()
             await servers[0].start()
             with pytest.raises(moonpool.MoonpoolError, match=rf"port {port} \(http\): Address already in use"):
