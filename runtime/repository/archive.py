@@ -51,6 +51,8 @@ _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
 # Functions that remove directories recurse.
 _DEPTH_LIMIT = 128
+# Those of Linux. Errors quote names, which are as long as the archive likes otherwise.
+_NAME_LIMIT, _STEP_LIMIT = 4096, 255
 _READER = str(Path(__file__).resolve().parents[2] / "stub" / "programs" / "archive.py")
 _MESSAGE = struct.Struct("<cI")
 _LARGEST_MESSAGE = 1 << 20
@@ -315,6 +317,8 @@ def _kept_kind(member: Member) -> str:
 
 def _relative(name: str) -> str:
     """Return a member's name without `.` steps; "" is the root of the archive."""
+    if len(name) > _NAME_LIMIT or any(len(step) > _STEP_LIMIT for step in name.split("/")):
+        raise BadEnvironment(f"'{name[:60]}...' is longer than file systems allow")
     if name.startswith("/"):
         raise BadEnvironment(f"Path is absolute: '{name}'")
     steps = [step for step in name.split("/") if step not in ("", ".")]
