@@ -527,10 +527,10 @@ class Supervisor:
                     self._scheduler.add(instance)
         self._reactor.call_later(_TIDY_S, self._tidy)
 
-    def rescue(self) -> None:
-        """Let the reactor drive what nobody drives: an event loop may stop after it was appointed."""
+    def rescue(self, stranded_ns: int = _STRANDED_NS) -> None:
+        """Let the reactor drive what nobody has driven for so long: an event loop may stop after it was appointed."""
         if self._scheduler is not None:
-            since_ns = time.monotonic_ns() - _STRANDED_NS
+            since_ns = time.monotonic_ns() - stranded_ns
             for execution in self._scheduler.executing_since(since_ns):
                 if not execution.instance.blocks and execution.claim(self):
                     execution.drive_in_reactor()

@@ -76,6 +76,10 @@ class Pool:
         self._reactor = Reactor("moonpool-sandboxes")
         self._stubs = Stubs(self._reactor, LogSettings(), _NoCallees)
 
+    def __len__(self) -> int:
+        """Return the number of workers that it has, at work or not."""
+        return len(self._all)
+
     @contextlib.contextmanager
     def running(self, cancellation: RunCancellation) -> Iterator[None]:
         """Make a run, which is cancelled when the program ends. Raises `RuntimeClosed` then, and `RunCancelled`."""

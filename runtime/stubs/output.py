@@ -80,14 +80,21 @@ class Budget:
 class StubOutput:
     """The read end of a stub's output. For the reactor's thread, except `tail`."""
 
-    def __init__(self, instance: str, fd: int, lines_per_s: int, printer: Printer | None = None) -> None:
+    def __init__(
+        self,
+        instance: str,
+        fd: int,
+        lines_per_s: int,
+        printer: Printer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Own `fd`. Lines that are not logged go to `printer`, by default that of the standard output."""
         os.set_blocking(fd, False)
         self.fd = fd
         self._instance = instance
         self._printer = printer or PRINTER
-        self._budget = Budget(lines_per_s)
-        self._pace = Budget(_BYTES_PER_S)
+        self._budget = Budget(lines_per_s, clock)
+        self._pace = Budget(_BYTES_PER_S, clock)
         # True if the stub has printed more than `_BYTES_PER_S`. Then its output should not be read for a moment.
         self.is_ahead = False
         self._rest = b""

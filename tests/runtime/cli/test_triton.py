@@ -206,16 +206,20 @@ def server_with(folder: Path, functions: str) -> Path:
     return path
 
 
+def finding(subject: str, backends: Path, library: Path, server: Path | None = None) -> install.TritonFinding:
+    """Return what `check` finds out about a subject."""
+    return next(each for each in install.findings(backends, library, server) if each.subject == subject)
+
+
 @pytest.mark.promise(
     "Coming into a tritonserver (`moonpool triton`)",
     "`check` loads the library, starts a launcher, and names the functions that a server lacks.",
 )
 def test_check_finds_a_server_in_which_moonpool_works(cli: CommandLine, backends: Path, real: Path) -> None:
-    needed = install._needed(real)
-    assert isinstance(needed, list)
-    assert "TRITONBACKEND_ModelServer" in needed
+    needed = finding("server", backends, real, server_with(backends.parent, "")).what.partition("it has no ")[2]
+    assert "TRITONBACKEND_ModelServer, " in needed
     (backends.parent / "lib").mkdir()
-    server_with(backends.parent / "lib", " ".join(needed))
+    server_with(backends.parent / "lib", needed.replace(",", ""))
     cli("triton", "install", backends, "--library", real)
 
     ended = cli("triton", "check", backends, "--library", real)
@@ -251,37 +255,38 @@ def test_check_finds_an_installation_of_another_moonpool(backends: Path, any_lib
     folder = install.install(backends, any_library)
     (folder / "libtriton_moonpool.so").write_bytes(b"an older one")
 
-    (finding,) = install._installed(backends, any_library)
+    found = finding("installed", backends, any_library)
 
-    assert (finding.works, finding.what.endswith("make it again")) == (False, True)
+    assert (found.works, found.what.endswith("make it again")) == (False, True)
 
 
 def test_check_finds_an_overlay(
     backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (finding,) = install._installed(backends, any_library)
-    assert (finding.works, finding.what.startswith("not yet for ")) == (None, True)
+    found = finding("installed", backends, any_library)
+    assert (found.works, found.what.startswith("not yet for ")) == (None, True)
     overlay = install.overlay(backends, any_library)
 
-    (finding,) = install._installed(backends, any_library)
+    found = finding("installed", backends, any_library)
     any_library.write_bytes(b"a newer one")
-    (stale,) = install._installed(backends, any_library)
 
-    assert (finding.works, finding.what) == (True, str(overlay / "python"))
-    assert stale.works is False
+    assert (found.works, found.what) == (True, str(overlay / "python"))
+    assert finding("installed", backends, any_library).works is False
 
 
 @pytest.mark.promise("Coming into a tritonserver (`moonpool triton`)", "`check` loads the library, starts …")
-def test_check_starts_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert install._launcher() == install.TritonFinding("interpreter", True, sys.executable)
+def test_check_starts_a_launcher(
+    backends: Path, any_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert finding("interpreter", backends, any_library) == install.TritonFinding("interpreter", True, sys.executable)
 
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     os.chmod(python, 0o755)
     monkeypatch.setattr(sys, "executable", str(python))
 
-    finding = install._launcher()
+    found = finding("interpreter", backends, any_library)
 
-    assert finding.works is False
-    assert "it cannot import msgpack: No module named 'msgpack'" in finding.what
+    assert found.works is False
+    assert "it cannot import msgpack: No module named 'msgpack'" in found.what

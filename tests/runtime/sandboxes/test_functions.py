@@ -203,7 +203,7 @@ def test_a_function_may_run_source() -> None:
         assert error.type == "Closed"
     close_pool()
     assert moonpool.run("1").unwrap() == 1
-    assert len(the_pool()._all) <= MOST_WORKERS
+    assert len(the_pool()) <= MOST_WORKERS
 
 
 @pytest.mark.parametrize("way", ["run", "arun"])

@@ -278,8 +278,8 @@ def test_an_open_sandbox_takes_no_process_from_runs() -> None:
         box.run("kept = 3")
         assert list(threads.map(go, range(MOST_WORKERS))) == [2] * MOST_WORKERS
         assert box.run("kept").unwrap() == 3
-        assert len(the_pool()._all) == MOST_WORKERS + 1
-    assert len(the_pool()._all) == MOST_WORKERS
+        assert len(the_pool()) == MOST_WORKERS + 1
+    assert len(the_pool()) == MOST_WORKERS
 
 
 def test_many_threads_share_few_processes() -> None:
@@ -296,7 +296,7 @@ def test_many_threads_share_few_processes() -> None:
 
     wanted = [2 * (number * 10 + each) for number in range(8) for each in range(3)]
     assert sorted(results) == wanted  # type: ignore[type-var]
-    assert len(the_pool()._all) <= MOST_WORKERS
+    assert len(the_pool()) <= MOST_WORKERS
 
 
 def test_without_a_thread_to_spare_the_caller_makes_the_run_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def rescued(runtime: Runtime) -> None:
     hosted = hosted_in(runtime, "m")
 
     def is_done() -> bool:
-        hosted.supervisor.rescue()
+        hosted.supervisor.rescue(0)
         return not hosted.scheduler.executing
 
     wait_until(is_done)
@@ -206,9 +206,7 @@ def test_a_loop_may_end_while_its_requests_are_inside(folder: Path, run: Any) ->
         assert (first.result(), behind.result()) == (0, 3)
 
 
-def test_a_loop_that_stops_for_good_does_not_keep_the_batch_of_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_stops_for_good_does_not_keep_the_batch_of_others(folder: Path) -> None:
     loop = asyncio.new_event_loop()
     try:
         with holding(folder, **BATCHING) as (backend, runtime):
@@ -220,7 +218,6 @@ def test_a_loop_that_stops_for_good_does_not_keep_the_batch_of_others(
             # The loop is appointed to drive the next batch, and never runs again to do it.
             backend.wait_for(1).answer()
             backend.wait_for(2).answer()
-            monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
             wait_until(lambda: len(backend.batches) == 2)
             rescued(runtime)
             assert other.result() == 2
@@ -232,9 +229,7 @@ def test_a_loop_that_stops_for_good_does_not_keep_the_batch_of_others(
         loop.close()
 
 
-def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(folder: Path) -> None:
     loop = asyncio.new_event_loop()
     try:
         with holding(folder, **BATCHING) as (backend, runtime):
@@ -243,7 +238,6 @@ def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(
             waiting = Caller(runtime, row(2))
             queued(runtime, 1)
             backend.wait_for(1).answer()
-            monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
             backend.is_quick = True
             rescued(runtime)
             assert waiting.result() == 2
@@ -253,9 +247,7 @@ def test_a_loop_that_stopped_while_it_drove_does_not_keep_the_batch_of_others(
         loop.close()
 
 
-def test_a_loop_that_was_closed_is_forgotten_and_what_it_drove_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_was_closed_is_forgotten_and_what_it_drove_goes_on(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):
         loop = asyncio.new_event_loop()
         left = loop.create_task(ask(runtime, row(1)))
@@ -268,7 +260,6 @@ def test_a_loop_that_was_closed_is_forgotten_and_what_it_drove_goes_on(
         del loop, left
         backend.is_quick = True
         backend.wait_for(1).answer()
-        monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
         rescued(runtime)
         assert waiting.result() == 2
         gc.collect()

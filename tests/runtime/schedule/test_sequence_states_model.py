@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.runtime.schedule.test_sequences import Asked
 
+from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.model.config.model import SequenceBatching
 from moonpool.runtime.schedule.sequences import END, START, Sequencer
 
@@ -40,12 +41,15 @@ class Names:
 class StatePromises(RuleBasedStateMachine):
     @initialize(config=CONFIGS, survives=st.booleans())
     def start(self, config: SequenceBatching, survives: bool) -> None:
-        self.survives = survives
+        self.survives, self.is_patient = survives, config.max_idle_us > 20
         self.sequencer: Sequencer[Asked, str] = Sequencer(config, 3, "M", Names(), survives=survives)
         self.now_ns = 0
         self.arrived = 0
         self.last: dict[int | str, int] = {}
         self.executing: dict[str, list[Asked]] = {}
+        # The last instance of each sequence, and if its last request ends it.
+        self.place: dict[int | str, str] = {}
+        self.is_closed: dict[int | str, bool] = {}
         # The state of each sequence that had an answer.
         self.states: dict[int | str, Names] = {}
         # Requests that were broken off by the end of an instance.
@@ -53,16 +57,18 @@ class StatePromises(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.integers(1, 3), min_size=1, max_size=4), flags=st.sampled_from([0, 0, 0, 1, 2, 3]))
     def add(self, ids: list[int], flags: int) -> None:
-        self.sequencer._expire(self.now_ns)
         for correlation_id in ids:
-            open_one = self.sequencer._open.get(correlation_id)
-            starts = open_one is None or open_one.is_closed or open_one.lost is not None
-            self.add_one(correlation_id, flags | START * starts)
+            self.arrived += 1
+            try:
+                self.sequencer.add(Asked(str(self.arrived), correlation_id, flags), self.now_ns)
+            except MoonpoolError:
+                assert not self.goes_on(correlation_id), "it goes on where it stood"
+                self.sequencer.add(Asked(str(self.arrived), correlation_id, flags | START), self.now_ns)
+            self.is_closed[correlation_id] = bool(flags & END)
 
-    def add_one(self, correlation_id: int, flags: int) -> None:
-        self.arrived += 1
-        request = Asked(str(self.arrived), correlation_id, flags)
-        self.sequencer.add(request, self.now_ns)
+    def goes_on(self, which: int) -> bool:
+        """Return True if a sequence cannot be idle for too long, nor end with its instance, and has not ended."""
+        return self.survives and self.is_patient and which in self.states and not self.is_closed[which]
 
     @rule(instance=st.sampled_from(INSTANCES))
     def join(self, instance: str) -> None:
@@ -70,18 +76,10 @@ class StatePromises(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from(INSTANCES))
     def leave(self, instance: str) -> None:
-        table = self.sequencer._tables.get(instance)
-        inside = {each.id for each in table.slots if each} if table else set()
-        executing = self.executing.pop(instance, [])
         self.sequencer.leave(instance, self.now_ns)
-        self.broken_off += executing
-        starting = {request.correlation_id for request in executing if request.flags & START}
-        for which in starting if self.survives else inside:
-            self.states.pop(which, None)
-        for which in inside & self.states.keys():
-            sequence = self.sequencer._open[which]
-            assert sequence.state == self.states[which], "it goes on where it stood"
-            assert sequence.waiting or not sequence.is_closed, "its last request may come again"
+        self.broken_off += self.executing.pop(instance, [])
+        if not self.survives:
+            self.states = {which: state for which, state in self.states.items() if self.place[which] != instance}
 
     @rule(microseconds=st.sampled_from([1, 15, 20]))
     def wait(self, microseconds: int) -> None:
@@ -96,6 +94,7 @@ class StatePromises(RuleBasedStateMachine):
             keys = set()
             for request in requests:
                 which = request.correlation_id
+                self.place[which] = instance
                 assert int(request.name) > self.last.get(which, 0), "in the order of arrival"
                 if request.flags & START:
                     self.states.pop(which, None)
@@ -145,8 +144,7 @@ class StatePromises(RuleBasedStateMachine):
                 self.answer(0)
             self.now_ns += 100 * US
             self.form(["A", "B"])
-        assert not len(self.sequencer)
-        assert not self.sequencer._open
+        assert repr(self.sequencer) == "<Sequencer: 0 requests wait, 0 sequences>"
 
 
 TestStatePromises = pytest.mark.slow(StatePromises.TestCase)

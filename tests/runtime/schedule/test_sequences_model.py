@@ -44,8 +44,8 @@ class Promises(RuleBasedStateMachine):
         self.arrived = 0
         self.is_closed = False
         self.joined: set[str] = set()
-        # The sequences of each instance that will end.
-        self.retiring: dict[str, set[int | str]] = {}
+        # The number of requests that had arrived when an instance was told to end.
+        self.retiring: dict[str, int] = {}
         # Every request is in exactly one of these: waiting, executing, over.
         self.waiting: dict[str, Asked] = {}
         self.executing: dict[str, list[Asked]] = {}
@@ -53,6 +53,7 @@ class Promises(RuleBasedStateMachine):
         # For each sequence that has begun: its instance, and the number of its last request.
         self.place: dict[int | str, tuple[str, int]] = {}
         self.last: dict[int | str, int] = defaultdict(int)
+        self.join("A")
 
     # Operations
 
@@ -80,25 +81,23 @@ class Promises(RuleBasedStateMachine):
         self.retiring.pop(instance, None)
         for request in self.executing.pop(instance, []):
             self.over.add(request.name)
+            self.sequencer.done(request, self.now_ns)  # its answer comes too late
         self.place = {i: where for i, where in self.place.items() if where[0] != instance}
 
     @rule(instance=st.sampled_from(INSTANCES))
     def retire(self, instance: str) -> None:
-        table = self.sequencer._tables.get(instance)
-        inside = {each.id for each in table.slots if each} if table else set()
-        has_left = self.sequencer.retire(instance)
-        assert has_left == (not inside)
-        if has_left:
+        if self.sequencer.retire(instance):
             assert instance not in self.executing
             self.joined.discard(instance)
             self.retiring.pop(instance, None)
         else:
-            self.retiring.setdefault(instance, inside)
+            assert instance in self.joined
+            assert self.sequencer.has_sequences
+            self.retiring.setdefault(instance, self.arrived)
 
     @rule(pick=st.integers(0, 20))
     def remove(self, pick: int) -> None:
-        failed = {request.name for request, _ in self.sequencer._failed}
-        names = sorted(set(self.waiting) - failed)
+        names = sorted(self.waiting)
         if names:
             request = self.waiting.pop(names[pick % len(names)])
             self.over.add(request.name)
@@ -121,7 +120,8 @@ class Promises(RuleBasedStateMachine):
             assert instance in free
             free.remove(instance)
             self.check_batch(instance, batch)
-        self.check_nobody_waits_in_vain(free)
+        assert len(self.sequencer) == len(self.waiting)
+        self.check_nobody_waits_in_vain(self.joined.intersection(free))
 
     def check_batch(self, instance: str, batch: list[Asked | None]) -> None:
         requests = [request for request in batch if request is not None]
@@ -131,26 +131,28 @@ class Promises(RuleBasedStateMachine):
         assert self.config.is_direct or len(requests) == len(batch)
         assert len({request.signature for request in requests}) == 1
         assert len({request.correlation_id for request in requests}) == len(requests)
+        assert instance in self.joined
         self.executing[instance] = requests
         for place, request in enumerate(batch):
             if request is None:
                 continue
             del self.waiting[request.name]
             which = request.correlation_id
-            assert which in self.retiring.get(instance, {which}), "none begins where it should end"
             assert int(request.name) >= self.last[which], "in the order of arrival"
             self.last[which] = int(request.name)
             where = (instance, place if self.config.is_direct else 0)
             if request.flags & START:
+                assert int(request.name) < self.retiring.get(instance, self.arrived), "none begins where it should end"
                 self.place[which] = where
             assert self.place[which] == where, "a sequence stays where it began"
 
-    def check_nobody_waits_in_vain(self, free: list[str]) -> None:
+    def check_nobody_waits_in_vain(self, free: set[str]) -> None:
         """Check that an instance without a batch has no request to execute, except one that waits for a delay."""
         if self.config.max_queue_delay_us == 0:
-            for instance in self.joined.intersection(free):
-                slots = self.sequencer._tables[instance].slots
-                assert not any(sequence and sequence.head for sequence in slots)
+            first = {request.correlation_id: request for request in reversed(self.waiting.values())}
+            going_on = (self.place[which] for which, each in first.items() if not each.flags & START)
+            assert free.isdisjoint(instance for instance, _ in going_on)
+            assert self.sequencer.backlog or free != self.joined or not self.waiting
 
     @rule(pick=st.integers(0, 20), is_done=st.booleans())
     def answer(self, pick: int, is_done: bool) -> None:
@@ -165,6 +167,12 @@ class Promises(RuleBasedStateMachine):
                 continue
             self.over.add(request.name)
             self.sequencer.done(request, self.now_ns)
+
+    @rule(is_done=st.booleans())
+    def serve(self, is_done: bool) -> None:
+        """Execute and answer what waits."""
+        self.form([*INSTANCES], 2)
+        self.answer(0, is_done)
 
     @precondition(lambda self: self.arrived > 10)
     @rule()
@@ -181,36 +189,10 @@ class Promises(RuleBasedStateMachine):
         self.over |= set(self.waiting)
         self.waiting.clear()
 
-    # Invariants
-
     @invariant()
     def all_are_somewhere(self) -> None:
         if hasattr(self, "sequencer"):
-            failed = len(self.sequencer._failed)
-            assert len(self.sequencer) + failed == len(self.waiting)
-            executing = sum(len(each) for each in self.executing.values())
-            assert len(self.sequencer._executing) == executing
-
-    @invariant()
-    def slots_are_free_or_taken_and_hold_an_open_sequence(self) -> None:
-        if not hasattr(self, "sequencer"):
-            return
-        tables = self.sequencer._tables
-        taken = [each for table in tables.values() for each in table.slots if each]
-        free = [
-            (number, table)
-            for table in tables.values()
-            if not table.is_retiring
-            for number in range(min(len(table.slots) + 1, table.limit))
-            if number == len(table.slots) or table.slots[number] is None
-        ]
-        assert sorted((number, table.order) for number, table in free) == sorted(
-            entry[:2] for entry in self.sequencer._free
-        )
-        assert all(self.sequencer._open[each.id] is each for each in taken)
-        assert not (self.sequencer._free and self.sequencer._backlog)
-        for each in self.sequencer._open.values():
-            assert each.table or each in self.sequencer._backlog or each.lost
+            self.form([], 0)
 
     def teardown(self) -> None:
         """Check that everything ends without further operations."""
@@ -227,8 +209,8 @@ class Promises(RuleBasedStateMachine):
                 self.retire(instance)
                 self.join(instance)
         assert not self.waiting
-        assert not self.sequencer._open
-        assert not self.sequencer._idle
+        assert repr(self.sequencer) == "<Sequencer: 0 requests wait, 0 sequences>"
+        assert self.sequencer.form(self.now_ns, ()).wake_at_ns is None
 
 
 TestPromises = pytest.mark.slow(Promises.TestCase)

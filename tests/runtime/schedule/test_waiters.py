@@ -7,7 +7,6 @@ import concurrent.futures
 import gc
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -157,20 +156,6 @@ def test_the_others_of_a_batch_are_answered_when_its_driver_is_interrupted(
         assert [caller.result() for caller in callers] == [2, 3]
         assert first.result(PATIENCE_S).outputs["Y"].flat[0] == 0
         assert backend.sent == [[0], [1, 2, 3]]
-
-
-def test_an_execution_that_nobody_drives_is_found_and_driven(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with holding(folder) as (backend, runtime):
-        scheduler = hosted_in(runtime, "m").scheduler
-        monkeypatch.setattr("moonpool.runtime.schedule.scheduler.Execution.drive_in_reactor", lambda _: None)
-        future = runtime.submit("m", x(7))
-        (execution,) = scheduler.executing_since(time.monotonic_ns())
-        monkeypatch.undo()
-        execution.offer()
-        monkeypatch.setattr("moonpool.runtime.hosting.supervisor._STRANDED_NS", 0)
-        hosted_in(runtime, "m").supervisor.rescue()
-        backend.wait_for(1).answer()
-        assert future.result(PATIENCE_S).outputs["Y"].flat[0] == 7
 
 
 # Futures

@@ -34,7 +34,8 @@ class Stub:
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.channel = SimpleNamespace(wake=lambda: self.heard.put(("the end",)))
-        self.growth = Growth(self._link(), self, None)  # type: ignore[arg-type]
+        self.link = self._link()
+        self.growth = Growth(self.link, self, None)  # type: ignore[arg-type]
 
     def send(self, *message: Any) -> None:
         self.heard.put(message)
@@ -82,7 +83,7 @@ def test_a_stub_that_cannot_be_answered_hears_of_the_end(stub: Stub, caplog: pyt
     def fail(*_: object) -> None:
         raise ValueError("as planned")
 
-    stub.growth._link.new_answers = fail  # type: ignore[assignment,method-assign]
+    stub.link.new_answers = fail
     stub.growth.grow(1, NO_DEVICE)
     assert stub.heard.get(timeout=60) == ("the end",)
     assert "as planned" in caplog.text
@@ -142,9 +143,8 @@ def test_memory_of_a_device_that_a_contained_stub_retired_counts(
     monkeypatch.setattr(devices, "new_device_region", refuse)
     device = SimpleNamespace(ordinal=3)
     retired = SimpleNamespace(handle=b"", is_private=is_private, device=device, size_bytes=1 << 21, close=lambda: None)
-    link = cast(Any, stub.growth._link)
-    link.device_answers = {7: retired}
-    link.open_lanes = lambda: SimpleNamespace(gpu_of=lambda number: number, lane=lambda _: None)
+    stub.link.device_answers = {7: retired}
+    stub.link.open_lanes = lambda: SimpleNamespace(gpu_of=lambda number: number, lane=lambda _: None)
 
     stub.growth.retire(7)
     stub.growth.grow(1, 3)
