@@ -30,6 +30,10 @@ class CannotListen(MoonpoolError):
         if error.errno == errno.EADDRINUSE:
             flag = f"--reuse-{'grpc' if protocol == 'grpc' else 'http'}-port=true"
             why += f"; servers of one user share a port if all of them have {flag}"
+        elif error.errno == errno.EACCES:
+            why += "; take a port from 1024 on, or give the server CAP_NET_BIND_SERVICE"
+        elif error.errno == errno.EADDRNOTAVAIL:
+            why += "; this machine has no such address, 0.0.0.0 is all that it has"
         super().__init__(f"cannot listen at {address}, port {port} ({protocol}): {why}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ from tests.server.running import running, starting
 from tests.waiting import wait_until
 
 from moonpool.runtime.cli.main import main
+from moonpool.runtime.server.listening import CannotListen
 
 EXPLICIT = "--model-control-mode=explicit"
 KEYS = ("--openai-restricted-api", "inference,health", "key", "a value")
@@ -111,6 +113,21 @@ def test_errors_about_certificates_name_their_flags(models: Path, tmp_path: Path
         pair = (f"--{protocol}-server-cert={first}", f"--{protocol}-server-key={second}")
         code, text = said(models, *pair, *(of_grpc if protocol == "grpc" else ()))
         assert (code, what in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.EADDRINUSE, "share a port if all of them have --reuse-http-port=true"),
+        (errno.EACCES, "take a port from 1024 on"),
+        (errno.EADDRNOTAVAIL, "0.0.0.0 is all that it has"),
+    ],
+)
+def test_a_port_that_is_refused_is_an_error_with_a_cure(number: int, cure: str) -> None:
+    said = str(CannotListen("http", "192.0.2.1", 80, OSError(number, os.strerror(number))))
+
+    assert said.startswith(f"cannot listen at 192.0.2.1, port 80 (http): {os.strerror(number)}; ")
+    assert cure in said
 
 
 def test_mistakes_in_other_places_are_named(models: Path, tmp_path: Path, said: Said) -> None:
