@@ -39,7 +39,7 @@ FILES = {
         "class TritonPythonModel:\n    def initialize(self, args): raise ValueError('x' * 10**7)\n",
         "more characters)",
     ),
-    "nothing": ("", "has none; name the one to use"),
+    "nothing": ("", "defines no class at all; name the one to use"),
 }
 
 
