@@ -341,9 +341,12 @@ class ModelDirectory:
         if versions:
             missing = self.version_directory(versions[-1]) / MODEL_FILENAME
             raise RepositoryError(f"Python model file not found in '{missing}' (and there is no {file})", "NOT_FOUND")
-        raise ConfigError(
-            f"there is neither this file nor a version directory such as {self.path / '1'}", file=str(file)
-        )
+        what = f"there is neither this file nor a version directory such as {self.path / '1'}"
+        if (self.path / MODEL_FILENAME).exists():
+            what += f"; move {MODEL_FILENAME} there"
+            if self.path.name.isdecimal():
+                what += f", or name {self.path.absolute().parent.parent} as the repository if this is a model's version"
+        raise ConfigError(what, file=str(file))
 
 
 def configurations(folder: Path) -> list[str]:

@@ -167,6 +167,16 @@ class TestConfig:
         with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
             ModelRepository(tmp_path).find("m").read_config()
 
+    def test_a_model_that_is_named_as_the_repository_is_recognised(self, tmp_path: Path) -> None:
+        add(tmp_path, "m", None)
+        (tmp_path / "flat").mkdir()
+        (tmp_path / "flat" / "model.py").touch()
+
+        with pytest.raises(ConfigError, match=re.escape(f"or name {tmp_path} as the repository")):
+            ModelRepository(tmp_path / "m").find("1").read_config()
+        with pytest.raises(ConfigError, match=re.escape(f"such as {tmp_path}/flat/1; move model.py there") + "$"):
+            ModelRepository(tmp_path).find("flat").read_config()
+
     def test_a_directory_with_nothing_of_a_model_says_what_is_missing(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         (tmp_path / "bare" / "1").mkdir(parents=True)
