@@ -228,7 +228,7 @@ def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path
 
     def advised() -> dict[str, object]:
         history.sample()
-        return dict(overview._take()["models"][0]["advice"] or {})
+        return dict(overview.snapshot()["models"][0]["advice"] or {})
 
     with pressed(runtime, 0.05):
         advice = wait_until(advised, 60.0, "advice")
