@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool.ipc import syscalls
+from moonpool.runtime.process import blank_templates
 from moonpool.runtime.process.spawner import where_processes_start
 
 MODEL = """
@@ -65,8 +68,12 @@ class TritonPythonModel:
 SIGNATURE: Config = {"input": [tensor("DO", "STRING", 1)], "output": [tensor("SAID", "STRING", 1)]}
 FORGIVING: dict[str, object] = {"RESTART_WINDOW_S": 0.001, "RESTART_BACKOFF_S": 0}
 TEMPLATE = b"moonpool_blank_template"
-# Zero in tests, so that none leaves a template behind.
-KEEP_S = "moonpool.runtime.process.blank_templates.KEEP_S"
+
+
+@pytest.fixture
+def keep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that sets for how long a template without forks is kept: not at all in other tests."""
+    return partial(monkeypatch.setattr, blank_templates, "KEEP_S")
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +190,7 @@ def test_the_end_of_a_template_costs_nothing_but_a_start(runtime: moonpool.Runti
 def test_a_template_that_stands_still_is_replaced(
     runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moonpool.runtime.process.blank_templates._FORK_S", 0.2)
+    monkeypatch.setattr(blank_templates, "_FORK_S", 0.2)
     with hosted(runtime, "m", file, config()):
         (template,) = templates()
         os.kill(template, signal.SIGSTOP)
@@ -195,10 +202,10 @@ def test_a_template_that_stands_still_is_replaced(
 
 @pytest.mark.promise("Forked instances", "At `off` and `standard`, a stub is forked …")
 def test_a_fork_that_dies_is_forked_again_and_its_end_is_known(
-    runtime: moonpool.Runtime, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, file: Path, caplog: pytest.LogCaptureFixture, keep: Callable[[float], None]
 ) -> None:
-    with hosted(runtime, "m", file, config(**FORGIVING)), monkeypatch.context() as patches:
-        patches.setattr(KEEP_S, 1000.0)
+    keep(1000.0)
+    with hosted(runtime, "m", file, config(**FORGIVING)):
         (template,) = templates()
         before = ask(runtime)["pid"]
         with pytest.raises(moonpool.StubDied, match="exited with 3"):
@@ -208,6 +215,7 @@ def test_a_fork_that_dies_is_forked_again_and_its_end_is_known(
         wait_until(lambda: _pid_of_another(runtime, after))
         assert templates() == [template]
         assert "killed by SIGKILL" in caplog.text
+        keep(0.0)
 
 
 def _pid_of_another(runtime: moonpool.Runtime, pid: int) -> int:
@@ -250,8 +258,8 @@ def test_tests_of_pytest_have_one_template(
 
 
 @pytest.mark.promise("Forked instances", "All runtimes of a process share its templates.")
-def test_runtimes_share_templates_until_the_last_has_no_fork(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KEEP_S, 1000.0)
+def test_runtimes_share_templates_until_the_last_has_no_fork(file: Path, keep: Callable[[float], None]) -> None:
+    keep(1000.0)
     with moonpool.Runtime() as one:
         one.load("m", file, config=config())
         (template,) = templates()
@@ -262,19 +270,19 @@ def test_runtimes_share_templates_until_the_last_has_no_fork(file: Path, monkeyp
             assert ask(other)["parent"] == os.getpid()
             other.load("n", file, config=config())
             assert templates() == [template]
-            monkeypatch.setattr(KEEP_S, 0.0)
+            keep(0.0)
         # The runtime of the whole run is open still, and ends what nobody uses.
     wait_until(lambda: not is_running(template))
 
 
-def test_what_the_closed_runtime_was_to_end_another_one_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KEEP_S, 1000.0)
+def test_what_the_closed_runtime_was_to_end_another_one_ends(file: Path, keep: Callable[[float], None]) -> None:
+    keep(1000.0)
     with moonpool.Runtime() as one:
         one.load("m", file, config=config())
         (template,) = templates()
         one.unload("m")
         assert is_running(template)
-        monkeypatch.setattr(KEEP_S, 0.0)
+        keep(0.0)
     wait_until(lambda: not is_running(template))
 
 
@@ -335,13 +343,13 @@ def test_forks_draw_different_random_numbers(runtime: moonpool.Runtime, file: Pa
 
 @pytest.mark.promise("Forked instances", "A template is ended when the last of its forks has been gone for a minute.")
 def test_a_template_without_forks_is_ended(
-    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, file: Path, keep: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(KEEP_S, 1000.0)
+    keep(1000.0)
     with hosted(runtime, "m", file, config()):
         (template,) = templates()
     assert templates() == [template]
-    monkeypatch.setattr(KEEP_S, 0.0)
+    keep(0.0)
     with hosted(runtime, "m", file, config()):
         assert templates() == [template]
     wait_until(lambda: not is_running(template))

@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 import moonpool
 from moonpool import LoadFailed, ModelError, StubDied
-from moonpool.runtime.isolation import bounds, cgroups, watcher
+from moonpool.runtime.isolation import bounds, cgroups
 from moonpool.runtime.isolation.cgroups import GROUPS, Groups
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -103,9 +103,8 @@ def test_a_model_that_opens_too_many_descriptors_is_told_its_limit(
 @pytest.mark.promise("Limits", "If an instance asks for …")
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_a_model_with_too_many_threads_is_refused_them_or_ended(
-    runtime: moonpool.Runtime, folder: Path, level: str, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, folder: Path, level: str
 ) -> None:
-    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
     limit = "reached its task limit of 24 processes and threads (MOONPOOL_TASK_LIMIT)"
     with hosted(runtime, "greedy", folder, greedy(SANDBOX=level, TASK_LIMIT=24)):
         with pytest.raises((ModelError, StubDied)) as raised:
@@ -116,9 +115,8 @@ def test_a_model_with_too_many_threads_is_refused_them_or_ended(
 @pytest.mark.promise("Limits", "If an instance asks for …")
 @pytest.mark.parametrize("how", ["one file", "many files"])
 def test_a_model_that_fills_its_scratch_folder_is_refused_or_ended(
-    runtime: moonpool.Runtime, folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, folder: Path, how: str
 ) -> None:
-    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
     limits = greedy(SANDBOX="strict", SCRATCH_BYTES=4 * MIB)
     with hosted(runtime, "greedy", folder, limits):
         assert ask(runtime, f"{how}:{MIB}") == "done"
@@ -269,10 +267,7 @@ def test_a_recycled_instance_is_forked_from_the_template_where_there_is_one(
 @pytest.mark.promise(
     "Limits", "An instance whose resident memory grows over its limit is recycled; one that begins over it is not."
 )
-def test_an_instance_whose_memory_grows_is_recycled(
-    runtime: moonpool.Runtime, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watcher, "_PERIOD_S", 0.05)
+def test_an_instance_whose_memory_grows_is_recycled(runtime: moonpool.Runtime, folder: Path) -> None:
     with hosted(runtime, "greedy", folder, greedy(RECYCLE_RSS_BYTES=256 * MIB)):
         first = ask(runtime, "pid")
         assert ask(runtime, f"keep:{64 * MIB}") == "done"

@@ -22,9 +22,14 @@ Tell = Callable[[str], str]
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a check takes longer than a server would wait for it."""
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 60.0)
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that sets for how long a check is waited for: on a busy machine it takes longer than usual."""
+
+    def change(seconds: float) -> None:
+        monkeypatch.setattr(readiness, "TIMEOUT_S", seconds)
+
+    change(60.0)
+    return change
 
 
 @pytest.fixture
@@ -72,16 +77,16 @@ def test_a_model_says_itself_whether_it_is_ready(
 
 @pytest.mark.promise("Readiness", "A check that hangs delays neither requests nor an unload, and all who ask share it.")
 def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
-    runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, tell: Tell, wait: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.2)
+    wait(0.2)
     tell("hang")
 
     assert runtime.why_not_ready("moody") == ("Timed out waiting for user-defined is_ready() response")
     assert runtime.why_not_ready("moody") == "Timed out waiting for in-flight is_ready() response"
     # Requests go by another way than questions.
     wait_until(lambda: tell("") == "1 moody_0")
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 60.0)
+    wait(60.0)
     answers: list[str | None] = []
     askers = [threading.Thread(target=lambda: answers.append(runtime.why_not_ready("moody"))) for _ in range(3)]
     for asker in askers:
@@ -95,9 +100,9 @@ def test_a_check_that_hangs_holds_up_nothing_and_is_shared(
 
 
 def test_a_reactor_that_is_late_is_not_taken_for_one_that_has_ended(
-    runtime: moonpool.Runtime, tell: Tell, monkeypatch: pytest.MonkeyPatch
+    runtime: moonpool.Runtime, tell: Tell, wait: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.01)
+    wait(0.01)
     tell("hang")
     held, answers = threading.Event(), []
     registry_of(runtime).stubs.reactor.call_soon(lambda: held.wait(60.0))
@@ -108,13 +113,13 @@ def test_a_reactor_that_is_late_is_not_taken_for_one_that_has_ended(
     asker.join()
 
     assert answers == ["Timed out waiting for user-defined is_ready() response"]
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 60.0)
+    wait(60.0)
     tell("open")
 
 
 @pytest.mark.promise("Readiness", "A check that hangs delays …")
-def test_a_model_whose_check_hangs_can_be_unloaded(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "TIMEOUT_S", 0.1)
+def test_a_model_whose_check_hangs_can_be_unloaded(runtime: moonpool.Runtime, wait: Callable[[float], None]) -> None:
+    wait(0.1)
     with hosted(runtime, "moody", MODELS / "moody.py", HOW):
         runtime.infer("moody", {"HOW": np.array([b"hang"], np.object_)})
         assert not runtime.is_ready("moody")

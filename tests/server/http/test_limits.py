@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +18,11 @@ from typing import Any
 import pytest
 from tests.server.certificates import self_signed
 from tests.server.http.listening import TIMEOUT_S, Answer, Client, Listening, listening
-from tests.server.http.serving import Serving
 from tests.waiting import wait_until
 
-import moonpool
 from moonpool.runtime.server import clients as clients_module
 from moonpool.runtime.server import tls
 from moonpool.runtime.server.http import connection
-from moonpool.runtime.server.http.connection import HttpPort
-from moonpool.runtime.server.http.options import HttpLimits
 
 __all__ = ["listening"]
 
@@ -316,24 +312,25 @@ def test_a_thousand_connections_come_and_go(listening: Listening) -> None:
     wait_until(lambda: listening.port.meter.counts()[1] == 0)
 
 
-def test_a_port_may_speak_tls(tmp_path: Path) -> None:
-    key, certificate = self_signed(tmp_path)
+def of_tls(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return what a server speaks TLS with, and a client that trusts it."""
+    key, certificate = self_signed(folder)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
-    made = Listening(tls=context)
-    try:
-        with made.client() as client:
-            trusted = ssl.create_default_context(cafile=str(certificate))
-            client.wrap(trusted, "localhost")
-            body = bytes(range(256)) * 2000
-            for _ in range(2):
-                head = f"POST /echo HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-                client.send(head.encode() + body)
-                assert client.answer().body == body
-            client.send(b"GET / HTTP/2.0\r\n\r\n")
-            assert client.answer().status == 505
-    finally:
-        made.close()
+    return context, ssl.create_default_context(cafile=str(certificate))
+
+
+def test_a_port_may_speak_tls(tmp_path: Path) -> None:
+    context, trusted = of_tls(tmp_path)
+    with impatient(tls=context) as listening, listening.client() as client:
+        client.wrap(trusted, "localhost")
+        body = bytes(range(256)) * 2000
+        for _ in range(2):
+            head = f"POST /echo HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.send(head.encode() + body)
+            assert client.answer().body == body
+        client.send(b"GET / HTTP/2.0\r\n\r\n")
+        assert client.answer().status == 505
 
 
 class Refusing(socket.socket):
@@ -377,55 +374,32 @@ def test_a_port_that_can_accept_nobody_says_so_now_and_then(
 
 @pytest.mark.promise("HTTP", "A port with TLS disconnects a client that does not finish the handshake in time.")
 def test_a_client_that_does_not_come_to_speak_tls_is_left(tmp_path: Path) -> None:
-    key, certificate = self_signed(tmp_path)
-    options = {"certificate": certificate, "private_key": key}
-    with (
-        moonpool.Runtime() as runtime,
-        Serving(runtime, **options, limits=HttpLimits(head_timeout_s=0.2)) as serving,
-        socket.create_connection(("127.0.0.1", serving.port), TIMEOUT_S) as client,
-    ):
-        with contextlib.suppress(ConnectionResetError):
-            assert client.recv(1) == b""
+    context, _ = of_tls(tmp_path)
+    with impatient(tls=context, head_timeout_s=0.2) as listening:
+        with listening.client() as client, contextlib.suppress(ConnectionResetError):
+            assert client.rest() == b""
         # It gives its place back.
-        wait_until(lambda: serving.run(_count(serving.server._parts[0][1])) == 0)
+        wait_until(lambda: listening.call(lambda: listening.port.clients.count) == 0)
 
 
 @pytest.mark.promise("HTTP", "A client counts as a connection before it speaks TLS.")
 def test_half_handshakes_count_as_connections(tmp_path: Path) -> None:
-    key, certificate = self_signed(tmp_path)
-    options = {"certificate": certificate, "private_key": key}
-    limits = HttpLimits(connections=16, head_timeout_s=TIMEOUT_S)
-    with (
-        moonpool.Runtime() as runtime,
-        Serving(runtime, **options, limits=limits) as serving,
-        contextlib.ExitStack() as stack,
-    ):
+    context, trusted = of_tls(tmp_path)
+    with impatient(tls=context, connections=16, head_timeout_s=TIMEOUT_S) as listening, contextlib.ExitStack() as stack:
         before = len(os.listdir("/proc/self/fd"))
-        port = serving.server._parts[0][1]
         for _ in range(200):
-            half = stack.enter_context(socket.create_connection(("127.0.0.1", serving.port), 30.0))
+            half = stack.enter_context(listening.client())
             with contextlib.suppress(ConnectionError):
-                half.sendall(b"\x16\x03\x01")
+                half.send(b"\x16\x03\x01")
         # The server closes all others.
-        wait_until(lambda: serving.run(_count(port)) == 18)
-        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 18
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) - before <= 200 + 20)
+        wait_until(lambda: listening.call(lambda: listening.port.clients.count) == 18)
         stack.close()
-        wait_until(lambda: serving.run(_count(port)) == 0)
-
-        trusted = ssl.create_default_context(cafile=str(certificate))
-        with (
-            socket.create_connection(("127.0.0.1", serving.port), 30.0) as plain,
-            trusted.wrap_socket(plain, server_hostname="localhost") as client,
-        ):
-            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
-
-
-def _count(port: HttpPort) -> Callable[[], Coroutine[Any, Any, int]]:
-    async def count() -> int:
-        return port.clients.count
-
-    return count
+        wait_until(lambda: listening.call(lambda: listening.port.clients.count) == 0)
+        with listening.client() as client:
+            client.wrap(trusted, "localhost")
+            client.send(b"GET / HTTP/1.1\r\n\r\n")
+            assert client.answer().status == 200
 
 
 @pytest.mark.promise("HTTP", "Whatever bytes arrive, they are answered, …")
