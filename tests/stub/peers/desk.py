@@ -98,6 +98,7 @@ class StubDesk:
         }
         work, self.work = Channel.pair()
         control, self.control = Channel.pair()
+        self._channels = work, control
         self.regions = {number: SharedRegion.create(number, REGION_BYTES) for number in (REQUESTS, ANSWERS, LENT)}
         conversation = Conversation(work, Side.STUB, cast(Any, None), after=Kind.LOADED)
         # The end of the runtime must not end this process.
@@ -217,7 +218,7 @@ class StubDesk:
         for end in (self.work, self.control):
             end.close()
         peer.control._listener.join()
-        for channel in (peer.control._channel, peer.conversation.channel):
+        for channel in self._channels:
             channel.close()
         close_regions(peer.regions)
         for region in self.regions.values():
