@@ -169,9 +169,9 @@ def test_statistics_that_are_none_are_refused(saying: Callable[[Any], MeasuredSe
     server = saying(value)
     if value["model_stats"]:
         with pytest.raises(Refused, match="statistics of http"):
-            server._statistics()
+            server.answered()
     else:
-        assert server._statistics() is None
+        assert server.answered() is None
 
 
 ADVICE = {"reason": "processor", "text": "another instance would help", "line": "instance_group []"}

@@ -187,7 +187,7 @@ def written(tmp_path: Path, ask: Callable[[str, int, int, int], bytes]) -> Path:
         (source / name).write_bytes(b"{}")
     files = tuple(CloudFile(name, 2, "", "") for name in ("config.json", "pytorch_model.bin"))
     target = tmp_path / "models" / "m"
-    convert._write_model(target, HubModel("hf://o/m", "0" * 40, "rerank", files, "", ()), source, ask)
+    convert.write_model(target, HubModel("hf://o/m", "0" * 40, "rerank", files, "", ()), source, ask)
     return target
 
 

@@ -103,7 +103,7 @@ class Peer(Overflow):
 class Pair:
     """Make a link and its peer, in the state after LOADED."""
 
-    def __init__(self, *, limit: int | None = None, region_bytes: int = 64 * KiB) -> None:
+    def __init__(self, *, limit: int | None = None, region_bytes: int = 64 * KiB, is_private: bool = False) -> None:
         ours, theirs = Channel.pair()
         self.peer = Peer(theirs)
         self.memory = CallerMemory(None)
@@ -114,6 +114,7 @@ class Pair:
             region_bytes=region_bytes,
             requests=Allotment(limit, is_contained=False),
             answers=Allotment(limit, is_contained=False),
+            is_private=is_private,
         )
         self.peer.conversation.send(Kind.CONFINED, PROTOCOL_VERSION, [], [])
         self.link.conversation.receive()

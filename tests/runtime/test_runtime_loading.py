@@ -7,13 +7,13 @@ import importlib.util
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.inside import registry_of
+from tests.refused_threads import refuse_threads
 from tests.runtime.adders import CONFIG, repository, rows, runtime, write_model
 from tests.runtime.recorder import PATIENCE_S, tensor
 from tests.waiting import wait_until
@@ -48,14 +48,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_unload_for_which_there_was_no_thread_can_be_asked_for_again(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with Runtime(repository, models=["add"]) as runtime:
         models = registry_of(runtime)
         with models._locks.hold("add"):  # a load would hold this lock
             with monkeypatch.context() as patch:
-                patch.setattr(threading.Thread, "start", refuse)
+                refuse_threads(patch)
                 with pytest.raises(moonpool.OutOfThreads, match="can't start new thread"):
                     models.begin_unload("add")
             models.begin_unload("add")

@@ -92,14 +92,14 @@ def run(options: argparse.Namespace) -> int:
                 place = np.array([number, start, count], np.int64)
                 return bytes(runtime.infer("conversion", {"FILE": [file], "PLACE": place})["PIECE"])
 
-            _write_model(target, model, copied.version_directory(1), ask)
+            write_model(target, model, copied.version_directory(1), ask)
     finally:
         repository.close()
     Terminal(sys.stdout).line(harmless(f"{target}: {as_text(model)}, now without pickles"))
     return 0
 
 
-def _write_model(target: Path, model: HubModel, source: Path, ask: _Ask) -> None:
+def write_model(target: Path, model: HubModel, source: Path, ask: _Ask) -> None:
     """Write the folder of the model. If anything fails, nothing is left."""
     is_new = not target.parent.exists()
     target.parent.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu.cards import Fake
+from tests.refused_threads import refuse_threads
 
 from moonpool.ipc.codec import encode
 from moonpool.ipc.cuda.device import device
@@ -95,9 +96,6 @@ def test_a_model_cannot_have_any_number_of_inputs_copied_at_a_time() -> None:
 
 @pytest.mark.promise("At the limits", "If no thread can be started …")
 def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     slow: Any = Slow()
     slow.may_go.set()
     fetching = Fetching()
@@ -109,7 +107,7 @@ def test_inputs_that_cannot_be_copied_are_told_and_leave_room_for_others(monkeyp
     assert "none left" in str(error)
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         for _ in range(_MOST_FETCHED + 1):
             fetching.start(slow, {"X": 1}, came.put)
             error = came.get(timeout=60)

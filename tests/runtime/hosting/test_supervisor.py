@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.inside import hosted_in, registry_of
+from tests.refused_threads import refuse_threads
 from tests.runtime.held_batches import HoldingBackend, holding, queued
 from tests.runtime.recorder import PATIENCE_S, Planned, config, counted, x
 from tests.waiting import wait_until
@@ -34,10 +35,6 @@ def test_an_instance_that_breaks_while_idle_comes_back(folder: Path) -> None:
     backend.check_pairs()
 
 
-def refuse(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 @pytest.mark.promise(
     "At the limits",
     "An instance that breaks while no thread can be started comes back when one can, and an "
@@ -52,7 +49,7 @@ def test_an_instance_comes_back_once_a_thread_can_be_started(
         (record,) = hosted_in(runtime, "m").supervisor.records
         lost = runtime.submit("m", x(1)) if executes else None
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            refuse_threads(patch)
             if lost is not None:
                 backend.wait_for(1).break_down(gone)
             else:
@@ -79,7 +76,7 @@ def test_an_unload_recovers_an_instance_for_which_no_thread_can_be_started(
         (record,) = hosted_in(runtime, "m").supervisor.records
         lost = runtime.submit("m", x(1))
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            refuse_threads(patch)
             backend.wait_for(1).break_down(PeerGone("the instance is gone"))
             wait_until(lambda: record.unrecovered is not None)
             runtime.unload("m")

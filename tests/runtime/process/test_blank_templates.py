@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.waiting import wait_until
@@ -19,7 +18,6 @@ from moonpool.runtime.process import blank_templates
 from moonpool.runtime.process.blank_templates import BlankTemplates, TemplatePool
 from moonpool.runtime.process.child import ChildProcess
 from moonpool.runtime.process.reactor import Reactor
-from moonpool.runtime.process.spawner import spawn
 
 # A program in the place of the interpreter. It gets the arguments of a template.
 FAKE = """#!{python} -IS
@@ -50,7 +48,7 @@ class Fakes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reactor = Reactor()
-        self.templates = BlankTemplates(self._reactor, TemplatePool())
+        self.templates = BlankTemplates(self._reactor, TemplatePool(), keep_s=1000.0)
         self.program = folder / "python"
         self._ends = [*socket.socketpair(), *socket.socketpair()]
 
@@ -76,8 +74,7 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
-    monkeypatch.setattr(blank_templates, "KEEP_S", 1000.0)
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
     fakes = Fakes(tmp_path)
     yield fakes
     fakes.close()
@@ -103,10 +100,8 @@ def test_one_that_cannot_fork_is_asked_once(
     assert (tmp_path / "begun").read_text() == "x"
 
 
-def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blank_templates, "KEEP_S", 0.2)
+def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(fakes: Fakes) -> None:
+    fakes.templates.keep_s = 0.2
     fakes.does("ready('not now')")
     assert fakes.fork() is None
     fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
@@ -159,27 +154,18 @@ def test_one_that_is_not_ready_leaves_half_of_the_time(fakes: Fakes) -> None:
     process.close()
 
 
-def test_a_start_with_little_time_waits_for_no_template_that_is_not_there(
-    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = []
-
-    def counted(*arguments: Any, **more: Any) -> Any:
-        begun.append(arguments)
-        return spawn(*arguments, **more)
-
-    monkeypatch.setattr(blank_templates, "spawn", counted)
-    monkeypatch.setattr(blank_templates, "_LEAST_S", 1000.0)
-    fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
-    assert fakes.fork(time.monotonic() + 900.0) is None
-    assert not begun
-    for deadline in (None, time.monotonic() + 900.0):  # one that is ready is used
+def test_a_start_with_little_time_waits_for_no_template_that_is_not_there(fakes: Fakes, tmp_path: Path) -> None:
+    forks = FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)")
+    fakes.does(f"open('begun', 'a').write('x')\n{forks}")
+    assert fakes.fork(time.monotonic() + 0.5) is None
+    assert not (tmp_path / "begun").exists()
+    for deadline in (None, time.monotonic()):  # one that is ready is used
         process = fakes.fork(deadline)
         assert process is not None
         process.kill()
         process.wait(60.0)
         process.close()
-    assert len(begun) == 1
+    assert (tmp_path / "begun").read_text() == "x"
 
 
 FORKS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import threading
 import time
@@ -18,8 +19,9 @@ from tests.runtime.repository.buckets import Bucket, bucket
 
 from moonpool.runtime.process.files import RepositoryError
 from moonpool.runtime.repository import cloud_copies
+from moonpool.runtime.repository.cloud_address import read_address
 from moonpool.runtime.repository.cloud_copies import CloudCopies
-from moonpool.runtime.repository.cloud_store import CloudListing
+from moonpool.runtime.repository.cloud_store import CloudListing, CloudStore
 from moonpool.runtime.repository.folder_cache import KEEP_UNUSED_S
 
 __all__ = ["bucket"]
@@ -316,21 +318,20 @@ def test_a_copy_that_is_given_up_ends_and_the_next_one_does_not(copies: CloudCop
     assert content(copies.acquire("m").path / "m") == WHOLE
 
 
-def test_a_wait_for_a_process_that_copies_the_model_is_given_up(
-    copies: CloudCopies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_a_process_that_copies_the_model_is_given_up(copies: CloudCopies) -> None:
     lease = copies.acquire("m")
     lease.release()
-    assert copies._cache.remove(lease.path.name)
-    list_files, listed = copies._store.listing, threading.Event()
+    shutil.rmtree(lease.path)
+    listed = threading.Event()
 
-    def listing(name: str, stop: threading.Event) -> CloudListing:
-        try:
-            return list_files(name, stop)
-        finally:
-            listed.set()
+    class Store(CloudStore):
+        def listing(self, name: str, stop: threading.Event) -> CloudListing:
+            try:
+                return super().listing(name, stop)
+            finally:
+                listed.set()
 
-    monkeypatch.setattr(copies._store, "listing", listing)
+    copies = copies.of(Store(read_address("s3://b/r", {})))
     making = os.open(f"{lease.path}.making", os.O_RDWR | os.O_CREAT, 0o600)
     with ThreadPoolExecutor(1) as pool:
         try:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.refused_threads import refuse_threads
 from tests.runtime.scripted import Pair, y
 
 from moonpool.ipc.errors import OutOfMemory, RemoteProtocolError
@@ -65,11 +66,8 @@ def stub() -> Stub:
 def test_a_stub_for_which_there_is_no_thread_is_refused_and_may_ask_again(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         stub.growth.grow(1, NO_DEVICE)
     kind, why = stub.heard.get(timeout=60)
     assert kind == Kind.REFUSED

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.refused_threads import refuse_threads
 from tests.runtime.scripted import Pair
 
 from moonpool.ipc.channel import Channel
@@ -67,13 +67,10 @@ def stub(logged: list[str]) -> Iterator[Channel]:
 def test_a_call_for_which_there_is_no_thread_is_answered_and_its_number_is_free(
     stub: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     codec = calls_codec(Side.STUB)
     load = encode(Kind.LOAD_MODEL, 1, "m", "", None)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        refuse_threads(patch)
         stub.send(load)
         _, number, error, _ = codec.decode(stub.receive())
         assert number == 1

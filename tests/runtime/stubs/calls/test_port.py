@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ipc.port.both import DAMAGE, EDITS, damaged, edited, lies
-from tests.runtime import scripted
 from tests.runtime.recorder import tensor
 from tests.runtime.scripted import KiB, Pair
 
@@ -32,7 +31,6 @@ from moonpool.runtime.model.signature import Signature
 from moonpool.runtime.stubs import allotment
 from moonpool.runtime.stubs.calls.dispatcher import CallDispatcher
 from moonpool.runtime.stubs.control import MessageRateLimiter
-from moonpool.runtime.stubs.link import Link
 
 RAW: dict[str, Any] = {
     "name": "sums",
@@ -71,13 +69,13 @@ class Desk:
     It is also all models, and their scheduler.
     """
 
-    def __init__(self, is_quick: bool) -> None:
+    def __init__(self, is_quick: bool, is_private: bool = False) -> None:
         # Makes the error of the scheduler, if it refuses.
         self.refusal: Callable[[], Exception] | None = None
         # The regions of each desk have the same numbers, so the same bytes mean the same.
         numbers, allotment._numbers = allotment._numbers, itertools.count(1000)
         try:
-            self.pair = Pair(region_bytes=256 * KiB)
+            self.pair = Pair(region_bytes=256 * KiB, is_private=is_private)
         finally:
             allotment._numbers = numbers
         ours, theirs = Channel.pair()
@@ -92,7 +90,7 @@ class Desk:
         self.lines: list[str] = []
         reactor: Any = SimpleNamespace(
             call_soon=lambda callback: callback(),
-            watch=lambda *_: None,
+            watch=self._watch,
             forget=lambda *_: None,
             pause=lambda *_: None,
             watch_room=lambda *_, **__: None,
@@ -130,7 +128,10 @@ class Desk:
 
     def hear(self, packet: bytes) -> None:
         self.stub.send(packet)
-        self.dispatcher._ready()
+        self.ready()
+
+    def _watch(self, _: int, ready: Callable[[], object]) -> None:
+        self.ready = ready
 
     def answer(self, outcome: Outcome) -> None:
         self.requests.pop(0).waiter.resolve(outcome)
@@ -344,14 +345,14 @@ def test_a_call_costs_less_only_if_a_model_takes_it() -> None:
     desk.close()
 
 
+@COMPILED
 def test_contained_models_are_spared_the_compiled_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_PURE", "contained")
-    monkeypatch.setattr(scripted, "Link", lambda *given, **named: Link(*given, **{**named, "is_private": True}))
-    desk = Desk(True)
-    assert not desk.dispatcher._port.is_plain
+    desk = Desk(True, is_private=True)
     desk.ask(*infer(desk, 1))
     desk.answer(response())
     assert len(desk.told()) == 1
+    assert desk.counts() == (0, 0)
     desk.close()
 
 
@@ -506,7 +507,7 @@ def test_packets_at_the_bound_end_the_same_in_both_ways(size: int) -> None:
 def test_the_end_of_a_stub_leaves_no_call_open(desk: Desk) -> None:
     desk.ask(*infer(desk, 1))
     desk.stub.close()
-    desk.dispatcher._ready()
+    desk.ready()
     assert desk.dispatcher.open_calls == 0
     assert desk.requests == []
 
