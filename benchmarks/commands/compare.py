@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,12 +38,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def is_meant(arguments: argparse.Namespace) -> bool:
-    """Return True for `compare A B` and `compare A.json`; with --url, or for another name, `compare` may be a model or
-    a folder.
+    """Return True for `compare A B` and `compare A`; with --url, or if there is a folder `compare`, it may be a model
+    or a repository.
     """
     if arguments.repository != WORD or arguments.url is not None:
         return False
-    return arguments.second is not None or str(arguments.model).endswith(".json")
+    return arguments.second is not None or str(arguments.model).endswith(".json") or not os.path.isdir(WORD)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -176,6 +176,7 @@ def test_results_are_compared_by_conditions(cli: CommandLine) -> None:
     assert ended.returncode == 2
     assert "p50>" in ended.stderr
     assert cli("bench", "compare", "add_sub.json", "none.json").returncode == 1
+    assert cli("bench", "compare", "none").stderr == "moonpool: error: none: No such file or directory\n"
     assert cli("bench", "models", "add_sub", "third").returncode == 2
     assert cli("bench", "models", "add_sub", "--fail-if", "p50>1x").returncode == 2
 
