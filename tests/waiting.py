@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -43,3 +44,9 @@ def wait_until(condition: Callable[[], T], timeout_s: float | Deadline = 60.0, w
             raise AssertionError(f"waited {deadline.timeout_s:g} s for {what}; the last answer was {answer!r}")
         time.sleep(min(pause_s, deadline.remaining_s))
         pause_s = min(pause_s * 1.5, 0.02)
+
+
+def is_blocked(thread: threading.Thread) -> bool:
+    """Return True if a thread of this process waits in the kernel."""
+    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "S"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chaos.figures import children_of, command
 from tests.e2e.hosting import Config, hosted, is_running, options, tensor
 from tests.waiting import wait_until
 
@@ -100,17 +100,6 @@ def ask(runtime: moonpool.Runtime, name: str = "m", do: str = "") -> dict[str, A
     return said
 
 
-def children() -> dict[int, bytes]:
-    """The command lines of the children of this process."""
-    found = {}
-    for thread in os.listdir("/proc/self/task"):
-        # The thread, or a process, may have ended since it was listed.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for pid in Path(f"/proc/self/task/{thread}/children").read_text().split():
-                found[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return found
-
-
 # Templates of runtimes that other tests keep.
 _OTHERS: set[int] = set()
 
@@ -121,7 +110,7 @@ def _note_others() -> None:
 
 
 def templates() -> list[int]:
-    return [pid for pid, line in children().items() if TEMPLATE in line and pid not in _OTHERS]
+    return [pid for pid in children_of(os.getpid()) if TEMPLATE in command(pid) and pid not in _OTHERS]
 
 
 @pytest.mark.promise(

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.chaos.figures import command
 from tests.e2e.hosting import Config, hosted, is_running, options, tensor
 from tests.inside import registry_of
 from tests.waiting import wait_until
@@ -143,12 +144,7 @@ def has_ready(runtime: moonpool.Runtime, count: int) -> bool:
 
 def waiting_processes() -> list[int]:
     """The children of this process that wait for a model, or start to."""
-    found = []
-    for pid in children_of(os.getpid()):
-        with suppress(OSError):
-            if SPARE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
+    return [pid for pid in children_of(os.getpid()) if SPARE in command(pid).split(b"\0")]
 
 
 def pid_of(runtime: moonpool.Runtime, name: str = "m") -> int:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import is_blocked, wait_until
 
 from moonpool.ipc.channel import MAX_PACKET_BYTES, Channel
 from moonpool.ipc.errors import Closed, LocalProtocolError, PeerGone, RemoteProtocolError
@@ -50,11 +50,6 @@ def _fill(channel: Channel) -> list[bytes]:
             return sent
         sent.append(packet)
     raise AssertionError("the channel took 100,000 packets that nobody read")
-
-
-def _is_blocked(thread: threading.Thread) -> bool:
-    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "S"
 
 
 @in_every_way
@@ -192,7 +187,7 @@ def test_sending_on_the_stubs_side_waits_until_the_peer_reads(ends: Ends) -> Non
     sent = _fill(ours)
     thread = threading.Thread(target=ours.send_waiting, args=(b"at last",))
     thread.start()
-    wait_until(lambda: _is_blocked(thread), what="the sender to block")
+    wait_until(lambda: is_blocked(thread), what="the sender to block")
     received = [theirs.receive() for _ in range(len(sent) + 1)]
     thread.join()
 
@@ -215,7 +210,7 @@ def test_a_channel_blocks_even_where_its_socket_did_not() -> None:
     channel = Channel(theirs)
     thread = threading.Thread(target=channel.wait)
     thread.start()
-    wait_until(lambda: _is_blocked(thread), what="the receiver to block")
+    wait_until(lambda: is_blocked(thread), what="the receiver to block")
     ours.send(b"x")
     thread.join()
 
@@ -266,7 +261,7 @@ def test_a_thread_that_blocks_is_woken(ends: Ends) -> None:
 
     thread = threading.Thread(target=receive)
     thread.start()
-    wait_until(lambda: _is_blocked(thread), what="the receiver to block")
+    wait_until(lambda: is_blocked(thread), what="the receiver to block")
     ours.wake()
     thread.join(60)
 

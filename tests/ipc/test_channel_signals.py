@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
-from tests.waiting import wait_until
+from tests.waiting import is_blocked, wait_until
 
 from moonpool.ipc.channel import Channel
 
 Ends = tuple[Channel, Channel]
-
-
-def _is_blocked(thread: threading.Thread) -> bool:
-    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "S"
 
 
 class Rang(Exception):
@@ -47,7 +42,7 @@ def test_an_exception_of_a_signal_handler_ends_the_wait(ends: Ends, ringing: lis
     main = threading.main_thread()
 
     def ring() -> None:
-        wait_until(lambda: ringing[0] and _is_blocked(main), what="the receiver to block")
+        wait_until(lambda: ringing[0] and is_blocked(main), what="the receiver to block")
         # Python does not notice a signal that comes just before it waits in the kernel.
         while ringing[0]:
             signal.pthread_kill(main.ident or 0, signal.SIGUSR1)

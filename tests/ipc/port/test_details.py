@@ -12,11 +12,7 @@ from moonpool.ipc import port
 from moonpool.ipc.codec import pack
 from moonpool.ipc.messages import NO_DETAILS, Details
 
-
-@pytest.fixture(autouse=True)
-def _with_the_port() -> None:
-    if port.compiled is None:
-        pytest.skip("the port is not compiled: python setup.py build_ext --inplace")
+pytestmark = pytest.mark.skipif(port.compiled is None, reason="the port is not compiled")
 
 
 class Number(int):

@@ -26,6 +26,8 @@ from moonpool.runtime.server.inference.request import InputPlan, RegionPlace, Re
 DATATYPES = [name for code, name in NAMES.items() if code in DTYPES]
 REGION = HeapRegion(1, 1 << 20)
 
+pytestmark = pytest.mark.skipif(port.compiled is None, reason="the port is not compiled")
+
 
 class Never:
     """Stands in for `Spec`: no request is usual."""
@@ -35,12 +37,6 @@ class Never:
 
     def request_in(self, *_: object) -> None:
         return None
-
-
-@pytest.fixture(autouse=True)
-def _with_the_port() -> None:
-    if port.compiled is None:
-        pytest.skip("the port is not compiled: python setup.py build_ext --inplace")
 
 
 def signatures(max_batch_size: int, inputs: list[dict[str, Any]]) -> tuple[Signature, Signature]:

@@ -113,13 +113,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(repository: Path) -> Iterator[Site]:
-    """Run a server whose clients may load models."""
-    with running(repository, "--model-control-mode=explicit", "--load-model=*") as server:
-        yield Site(server)
-
-
-@pytest.fixture(scope="module")
 def encrypted(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server that speaks gRPC over TLS."""
     key, certificate = self_signed(tmp_path_factory.mktemp("tls"))

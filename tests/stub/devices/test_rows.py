@@ -18,6 +18,7 @@ from moonpool.stub.pb_utils.device_tensor import DeviceTensor
 from moonpool.stub.pb_utils.errors import InvalidReturn
 from moonpool.stub.pb_utils.request import InferenceRequest
 from moonpool.stub.pb_utils.tensor import Tensor
+from moonpool.testing.outputs import copied
 
 __all__ = ["fake", "fake_library", "peer"]
 
@@ -56,8 +57,7 @@ def in_one_block(*rows: list[float]) -> list[DeviceArray]:
 
 
 def results(responses: Any) -> list[Any]:
-    tensors = [each.output_tensors()[0] for each in responses]
-    return [t.as_numpy().tolist() if t.is_cpu() else t._data.to_host().tolist() for t in tensors]
+    return [copied(each.output_tensors()[0]).tolist() for each in responses]
 
 
 @pytest.mark.promise(

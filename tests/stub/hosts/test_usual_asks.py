@@ -87,7 +87,7 @@ class Asking:
         return (
             [_shown(each) for each in response.output_tensors()],
             None if error is None else (error.code(), error.message()),
-            response._parameters,
+            response.parameters(),
         )
 
     def told(self) -> list[bytes]:
