@@ -87,6 +87,7 @@ class Desk:
         # Instances of no rate limiter.
         self.limited: list[object] = []
         self.breaches: list[str] = []
+        self.lent: list[list[int]] = []
         self.lines: list[str] = []
         reactor: Any = SimpleNamespace(
             call_soon=lambda callback: callback(),
@@ -150,6 +151,8 @@ class Desk:
         codec, messages = calls_codec(Side.STUB), []
         while (packet := self.stub.receive_ready()) is not None:
             messages.append(codec.decode(packet))
+        # The blocks that replies have lent.
+        self.lent += [block[:2] for message in messages if message[0] == Kind.REPLY for block in message[4]]
         return messages
 
     def contents(self, reply: list[Any]) -> dict[str, bytes]:
@@ -438,9 +441,11 @@ def act(desk: Desk, action: str, what: Any) -> None:
     elif action == "withdraw":
         desk.ask(Kind.WITHDRAW, what)
     elif action == "release":
-        # One of the blocks that replies have lent, if there is one.
-        kept = sorted(desk.pair.link.borrowed_blocks._kept)
-        desk.ask(Kind.LET_GO, [list(kept[what])] if what < len(kept) else [])
+        # A call is answered, and a block that was lent before comes back.
+        desk.ask(*infer(desk, 5))
+        act(desk, "answer", response)
+        lent, desk.lent[what : what + 1] = desk.lent[what : what + 1], []
+        desk.ask(Kind.LET_GO, lent)
 
 
 @COMPILED
