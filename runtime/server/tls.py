@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from moonpool.runtime.log import RuntimeLog
 from moonpool.runtime.process.event_loop import Watches, watch
+from moonpool.runtime.server.clients import Clients
 
 _log = RuntimeLog("moonpool")
 # Connections that are accepted before others have their turn.
@@ -36,15 +37,10 @@ class CountingPort(Protocol):
     loop: asyncio.AbstractEventLoop
     watches: Watches
     handshake_timeout_s: float
+    clients: Clients[Any]
 
     def __call__(self) -> Any:
         """Make a protocol for a new connection."""
-
-    def begins(self, connection: Any) -> bool:
-        """Count a client that has connected and has yet to speak TLS; False if there is no room for it."""
-
-    def gave_up(self, connection: Any) -> None:
-        """Count it no longer, unless its connection was made."""
 
 
 class TlsServer:
@@ -107,11 +103,11 @@ class TlsServer:
                 self._rest(listening, error)
                 return
             connection = self._port()
-            if not self._port.begins(connection):
+            if not self._port.clients.begins(connection):
                 client.close()
                 continue
             if not self._port.watches.hold(client.fileno()):
-                self._port.gave_up(connection)
+                self._port.clients.gave_up(connection)
                 client.close()
                 continue
             client.setblocking(False)
@@ -129,4 +125,4 @@ class TlsServer:
             # Errors of TLS and timeouts are OSErrors, too.
             _log.debug("the TLS handshake of a client failed: %s", error)
         finally:
-            self._port.gave_up(connection)
+            self._port.clients.gave_up(connection)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 from moonpool.ipc.errors import MoonpoolError
@@ -51,82 +50,43 @@ _PATIENT_THREADS = 16
 
 
 class GrpcServer:
-    """Serves a service over gRPC until it is drained or closed. For the thread of the loop that it was made in."""
+    """Serves a service over gRPC until it is drained or closed. For the thread of the loop that it was made in.
+
+    Its connections know it as their port.
+    """
 
     def __init__(self, service: Service, options: GrpcOptions, together: AllClients | None = None) -> None:
         """Take no port yet. `together` counts the clients of all ports of the process. Raises `MissingHttp2`."""
-        loop = asyncio.get_running_loop()
+        self._new_session, where = open_nghttp2()
+        _log.info("gRPC is served over %s", where)
+        self.loop = loop = asyncio.get_running_loop()
+        self.watches = watches_of(loop)
+        self.handshake_timeout_s = _HANDSHAKE_S
+        self.options = options
         self._quick = TaskPool(_CONTROL_THREADS, "moonpool-grpc-control")
         self._slow = TaskPool(_PATIENT_THREADS, "moonpool-grpc-patient")
         self._control = GrpcControl(service)
         self._inference = GrpcInference(service, loop, options)
         self._streams = Streams(self._inference, options)
+        # For work that takes long.
+        self.pool = self._inference.executor
         meter = service.metrics.frontends.grpc
         found = methods(self._control, self._inference, self._streams, self._quick, self._slow)
         if options.reflection:
             found |= reflection_methods()
         self.calls = OpenCalls(loop, found, options, meter)
         """The RPCs that have not ended."""
-        clients: Clients[GrpcConnection] = Clients("gRPC", options.max_connections, together or AllClients(), meter)
-        self._port = GrpcPort(self.calls, options, clients, self._inference.executor)
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return self._port.port
-
-    async def bind(self) -> None:
-        """Take the port; nobody is served before `start`.
-
-        Raises `MoonpoolError` if the port is taken, or a file for TLS cannot be read.
-        """
-        await self._port.bind()
-
-    async def start(self) -> None:
-        """Accept calls from now on."""
-        await self._port.start()
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Accept no more calls, finish those in flight, and cancel those that are not finished in time.
-
-        Returns whether all were finished.
-        """
-        self._control.is_draining = True
-        return await self._port.drain(timeout_s)
-
-    def close(self) -> None:
-        """End at once. May be called many times, and in any state."""
-        self._control.is_draining = True
-        self._port.close()
-        self._quick.shutdown(wait=False)
-        self._slow.shutdown(wait=False, cancel_futures=True)
-        self._inference.close()
-
-
-class GrpcPort:
-    """The place where clients connect. All methods are for the loop's thread."""
-
-    def __init__(
-        self, calls: OpenCalls, options: GrpcOptions, clients: Clients[GrpcConnection], pool: Executor
-    ) -> None:
-        """Take no port yet. `pool` has threads for work that takes long. Raises `MissingHttp2`."""
-        self._new_session, where = open_nghttp2()
-        _log.info("gRPC is served over %s", where)
-        self.loop = calls.loop
-        self.watches = watches_of(calls.loop)
-        self.handshake_timeout_s = _HANDSHAKE_S
-        self.calls = calls
-        self.options = options
-        self.pool = pool
+        self.clients: Clients[GrpcConnection] = Clients(
+            "gRPC", options.max_connections, together or AllClients(), meter
+        )
         self.port = 0
         """The number of the port."""
         # One for all connections: bytes are taken out of it before more are received.
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         # Seconds of the loop's clock at the last look.
-        self.now = self.loop.time()
+        self.now = loop.time()
         # Large messages that have taken memory and have not come whole.
         self.awaited_bytes = 0
-        self.clients = clients
         self._servers: list[asyncio.Server | TlsServer] = []
         self._looking: asyncio.TimerHandle | None = None
         times_ms = (
@@ -140,7 +100,10 @@ class GrpcPort:
         self._look_s = min(_LOOK_S, *(time_ms / 4000 for time_ms in times_ms if time_ms))
 
     async def bind(self) -> None:
-        """Take the port; nobody is served before `start`. Raises `MoonpoolError`."""
+        """Take the port; nobody is served before `start`.
+
+        Raises `MoonpoolError` if the port is taken, or a file for TLS cannot be read.
+        """
         options = self.options
         context = _context(options)
         try:
@@ -155,7 +118,7 @@ class GrpcPort:
             self._servers.append(await self.loop.create_server(self, sock=each, backlog=_BACKLOG, start_serving=False))
 
     async def start(self) -> None:
-        """Serve."""
+        """Accept calls from now on."""
         try:
             for server in self._servers:
                 await serve(server)
@@ -172,16 +135,6 @@ class GrpcPort:
         packs = self.options.infer_response_compression_level != "none"
         return self._new_session(self.options.max_message_bytes, packs)
 
-    # Clients
-
-    def begins(self, client: GrpcConnection) -> bool:
-        """Count a client that has connected and has yet to speak TLS; False if there is no room for it."""
-        return self.clients.begins(client)
-
-    def gave_up(self, client: GrpcConnection) -> None:
-        """Count it no longer, unless its connection was made."""
-        self.clients.gave_up(client)
-
     def _look(self) -> None:
         self.now = self.loop.time()
         for connection in list(self.clients.open):
@@ -192,10 +145,11 @@ class GrpcPort:
     # The end
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no more calls, and end those that have not ended when the time is over. Returns False if there were
-        any.
+        """Accept no more calls, finish those in flight, and cancel those that are not finished in time.
+
+        Returns whether all were finished.
         """
-        self.clients.is_closed = True
+        self._control.is_draining = self.clients.is_closed = True
         for server in self._servers:
             server.close()
         for connection in list(self.clients.open):
@@ -209,8 +163,8 @@ class GrpcPort:
         return is_drained
 
     def close(self) -> None:
-        """End everything at once. May be called many times, and in any state."""
-        self.clients.is_closed = True
+        """End at once. May be called many times, and in any state."""
+        self._control.is_draining = self.clients.is_closed = True
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -218,6 +172,9 @@ class GrpcPort:
             server.close()
         for connection in list(self.clients.open):
             connection.abort()
+        self._quick.shutdown(wait=False)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        self._inference.close()
 
 
 def _context(options: GrpcOptions) -> ssl.SSLContext | None:

@@ -778,14 +778,6 @@ class HttpPort:
         """Make a protocol for a new connection."""
         return HttpProtocol(self)
 
-    def begins(self, client: HttpConnection) -> bool:
-        """Count a client that has connected and has yet to speak TLS; False if there is no room even to refuse it."""
-        return self.clients.begins(client)
-
-    def gave_up(self, client: HttpConnection) -> None:
-        """Count it no longer, unless its connection was made."""
-        self.clients.gave_up(client)
-
     def begin_to_look(self, connection: HttpConnection) -> None:
         """Look after connections from the first one on."""
         if self._looking is None:

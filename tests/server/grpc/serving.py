@@ -116,7 +116,7 @@ class Served:
         self.server = OnLoop(lambda: GrpcServer(self.service, options))
         self.server.start()
         # Tests look into these parts of the server.
-        self.port: Any = self.server.server._port
+        self.port: Any = self.server.server
         self._backlog = self.server.server._streams.backlog
         self.address = f"127.0.0.1:{self.server.port}"
 
