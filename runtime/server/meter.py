@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from _thread import allocate_lock
-from collections.abc import Callable
 from time import monotonic_ns
 from typing import NamedTuple
 
@@ -51,7 +50,7 @@ class ClientRequests:
 
 
 class ClientCounts(NamedTuple):
-    """Counts of `ClientRequests`, until some time or between two times."""
+    """Counts of `ClientRequests` until some time."""
 
     failures: int
     success_ns: int
@@ -65,21 +64,8 @@ class ClientCounts(NamedTuple):
 
     def plus(self, other: ClientCounts) -> ClientCounts:
         """Return the sum of two counts."""
-        return self._with(operator.add, other)
-
-    def minus(self, other: ClientCounts) -> ClientCounts:
-        """Return what was counted since the other."""
-        return self._with(operator.sub, other)
-
-    def _with(self, of: Callable[[int, int], int], other: ClientCounts) -> ClientCounts:
-        return ClientCounts(
-            of(self.failures, other.failures),
-            of(self.success_ns, other.success_ns),
-            [of(*pair) for pair in zip(self.by_duration, other.by_duration, strict=True)],
-        )
-
-
-NO_REQUESTS = ClientCounts(0, 0, [0] * (len(DURATION_BOUNDS_NS) + 1))
+        by_duration = list(map(operator.add, self.by_duration, other.by_duration))
+        return ClientCounts(self.failures + other.failures, self.success_ns + other.success_ns, by_duration)
 
 
 class Meter:

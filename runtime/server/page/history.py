@@ -18,14 +18,14 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moonpool.runtime.hosting.registry import ModelRegistry
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS, Statistics
 from moonpool.runtime.openai.pieces import NO_PIECES, PieceCounts
 from moonpool.runtime.process.threads import start_thread
-from moonpool.runtime.server.meter import NO_REQUESTS, ClientCounts
+from moonpool.runtime.server.meter import ClientCounts
 from moonpool.runtime.server.page.adviser import Adviser
 
 # Returns the counts of the pieces of a model; None if there are none.
@@ -37,19 +37,28 @@ SAMPLES = 180
 WINDOW = 5
 
 
-def no_pieces(_: str) -> None:
-    """Return None: no model has pieces."""
-
-
 class _Counts(NamedTuple):
+    """What is counted until a moment, or between two."""
+
     at_ns: int
-    success: int
-    failure: int
-    success_ns: int
-    queue_ns: int
-    input_ns: int
-    infer_ns: int
-    output_ns: int
+    success: int = 0
+    failure: int = 0
+    success_ns: int = 0
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    by_duration: Sequence[int] = ()
+    """The requests that succeeded, in the buckets of `_Series.bounds_ns`."""
+    pieces: PieceCounts | None = None
+    """None as long as the model has had no chat and no completion."""
+
+    def since(self, before: _Counts) -> _Counts:
+        """Return what came after `before`."""
+        numbers = map(operator.sub, self[:-2], before[:-2])
+        by_duration = list(map(operator.sub, self.by_duration, before.by_duration))
+        pieces = None if self.pieces is None else self.pieces.minus(before.pieces or NO_PIECES)
+        return _Counts._make((*numbers, by_duration, pieces))
 
 
 class _Sample(NamedTuple):
@@ -61,51 +70,28 @@ class _Sample(NamedTuple):
 
 
 class _Series:
-    """One model version: the samples for plots, and the last counts, from which present rates are made."""
+    """One model version, or all clients: the samples for plots, and the last counts, of which present rates are made."""
 
-    def __init__(
-        self, statistics: Statistics, begin: _Counts, by_duration: list[int], pieces: PieceCounts | None
-    ) -> None:
-        self.statistics = statistics
-        # None as long as the model has had no chat and no completion.
-        self.pieces = deque([pieces], maxlen=WINDOW + 1)
+    def __init__(self, source: object, bounds_ns: Sequence[int], begin: _Counts) -> None:
+        """`source` is what counts. One that is new begins another series."""
+        self.source = source
+        self.bounds_ns = bounds_ns
         self.counts = deque([begin], maxlen=WINDOW + 1)
-        # The numbers of requests by duration, in the buckets of `Statistics.bounds_ns`.
-        self.durations = deque([by_duration], maxlen=WINDOW + 1)
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
-    def take(self, now_ns: int, queued: int, pieces: PieceCounts | None) -> None:
+    def take(self, counts: _Counts, queued: int) -> None:
         """Take a sample."""
-        before, after = self.counts[-1], _counts(self.statistics, now_ns)
-        self.pieces.append(pieces)
-        self.counts.append(after)
-        self.durations.append(list(self.statistics.by_duration))
-        self.samples.append(_sample(_difference(before, after), queued))
-
-
-class _Clients:
-    """The requests of clients: the samples for plots, and the last counts, as in `_Series`."""
-
-    def __init__(self, begin: ClientCounts, at_ns: int) -> None:
-        self.counts = deque([(at_ns, begin)], maxlen=WINDOW + 1)
-        self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
-
-    def take(self, counts: ClientCounts, now_ns: int, queued: int) -> None:
-        """Take a sample."""
-        came = _of_clients(counts.minus(self.counts[-1][1]), now_ns)
-        self.counts.append((now_ns, counts))
-        self.samples.append(_sample(came, queued))
+        came = counts.since(self.counts[-1])
+        self.counts.append(counts)
+        latency_us = came.success_ns // came.success // 1000 if came.success else None
+        self.samples.append(_Sample(came.success + came.failure, came.failure, latency_us, queued))
 
 
 class History:
     """Takes samples on a thread of its own. Any thread may call any method."""
 
     def __init__(
-        self,
-        models: ModelRegistry,
-        clients: Callable[[], ClientCounts],
-        pieces: Pieces = no_pieces,
-        adviser: Adviser | None = None,
+        self, models: ModelRegistry, clients: Callable[[], ClientCounts], pieces: Pieces, adviser: Adviser | None = None
     ) -> None:
         """`clients` returns the counts of the requests of all clients until now, `pieces` those of the pieces of a
         model, by its name.
@@ -113,10 +99,10 @@ class History:
         self._pieces = pieces
         self._models = models
         self._count_clients = clients
-        self._clients = _Clients(NO_REQUESTS, 0)
         self._adviser = adviser or Adviser()
         self._starting = threading.Lock()
         self._lock = threading.Lock()
+        # By `name:version`, and by "" of the requests of clients.
         self._series: dict[str, _Series] = {}
         # The number of samples that were taken.
         self._taken = 0
@@ -153,48 +139,64 @@ class History:
         self._adviser.sample(served)
         with self._lock:
             before, self._series = self._series, {}
-            queued = 0
-            for hosted in served:
-                name, scheduler = str(hosted), hosted.scheduler
-                series = before.get(name)
-                pieces = self._pieces(hosted.model.name)
-                if series is None or series.statistics is not scheduler.statistics:
-                    series = self._begun(scheduler.statistics, now_ns, None if self._taken else pieces)
-                self._series[name] = series
-                series.take(now_ns, scheduler.queued, pieces)
-                queued += scheduler.queued
             clients = self._count_clients()
-            if not self._taken:  # nobody knows when earlier requests came
-                self._clients = _Clients(clients, now_ns)
-            self._clients.take(clients, now_ns, queued)
+            counts = _Counts(
+                now_ns, clients.successes, clients.failures, clients.success_ns, by_duration=clients.by_duration
+            )
+            queued = sum(hosted.scheduler.queued for hosted in served)
+            self._take("", before, self._count_clients, DURATION_BOUNDS_NS, counts, queued)
+            for hosted in served:
+                statistics = hosted.scheduler.statistics
+                counts = _counts(statistics, now_ns, self._pieces(hosted.model.name))
+                self._take(str(hosted), before, statistics, statistics.bounds_ns, counts, hosted.scheduler.queued)
             self._taken += 1
 
-    def _begun(self, statistics: Statistics, now_ns: int, pieces: PieceCounts | None) -> _Series:
-        # Nobody knows when counts from before the first sample came. A version that is new later began after the last
-        # one.
-        if self._taken:
-            return _Series(statistics, _zero(now_ns - _INTERVAL_NS), [0] * len(statistics.by_duration), pieces)
-        return _Series(statistics, _counts(statistics, now_ns), list(statistics.by_duration), pieces)
+    def _take(
+        self,
+        name: str,
+        before: Mapping[str, _Series],
+        source: object,
+        bounds_ns: Sequence[int],
+        counts: _Counts,
+        queued: int,
+    ) -> None:
+        series = before.get(name)
+        if series is None or series.source is not source:
+            begin = counts
+            # Nobody knows when counts from before the first sample came. A version that is new later began after the
+            # last one.
+            if self._taken:
+                begin = _Counts(counts.at_ns - _INTERVAL_NS, by_duration=[0] * len(counts.by_duration))
+            series = _Series(source, bounds_ns, begin)
+        self._series[name] = series
+        series.take(counts, queued)
 
     def recent(self, name: str) -> dict[str, Any]:
         """Return rates per second, mean durations and quantiles of a model version over the last seconds."""
-        with self._lock:
-            series = self._series.get(name)
-            if series is None:
-                return {**_recent(_zero(0), INTERVAL_S, (), []), **_of_pieces(None, None, INTERVAL_S)}
-            came = _difference(series.counts[0], series.counts[-1])
-            taken = list(map(operator.sub, series.durations[-1], series.durations[0]))
-            before, after = series.pieces[0], series.pieces[-1]
-        bounds_ns, window_s = series.statistics.bounds_ns, came.at_ns / 1e9 or INTERVAL_S
-        return {**_recent(came, window_s, bounds_ns, taken), **_of_pieces(before, after, window_s)}
+        came, window_s, bounds_ns = self._came(name)
+        return {
+            **_rates(came, window_s),
+            "queue_us": _mean_us(came, came.queue_ns),
+            "input_us": _mean_us(came, came.input_ns),
+            "infer_us": _mean_us(came, came.infer_ns),
+            "output_us": _mean_us(came, came.output_ns),
+            **_quantiles(bounds_ns, came.by_duration),
+            **_of_pieces(came.pieces, window_s),
+        }
 
     def recent_of_clients(self) -> dict[str, Any]:
         """Return rates per second, mean duration and quantiles of the requests of clients over the last seconds."""
+        came, window_s, bounds_ns = self._came("")
+        return {**_rates(came, window_s), **_quantiles(bounds_ns, came.by_duration)}
+
+    def _came(self, name: str) -> tuple[_Counts, float, Sequence[int]]:
+        """Return what came in the last seconds, their number, and the bounds of its durations."""
         with self._lock:
-            (begin_ns, before), (end_ns, after) = self._clients.counts[0], self._clients.counts[-1]
-        came, window_s = after.minus(before), (end_ns - begin_ns) / 1e9 or INTERVAL_S
-        counts = _of_clients(came, end_ns)
-        return {**_rates(counts, window_s), **_quantiles(DURATION_BOUNDS_NS, came.by_duration)}
+            series = self._series.get(name)
+            if series is None:
+                return _Counts(0), INTERVAL_S, ()
+            came = series.counts[-1].since(series.counts[0])
+        return came, came.at_ns / 1e9 or INTERVAL_S, series.bounds_ns
 
     def advice(self, name: str) -> dict[str, Any] | None:
         """Return the advice on a model version; None for most."""
@@ -212,10 +214,7 @@ class History:
             return {
                 "interval_s": INTERVAL_S,
                 "taken": self._taken,
-                "series": {
-                    "": _columns(self._clients.samples, wanted),
-                    **{name: _columns(s.samples, wanted) for name, s in self._series.items()},
-                },
+                "series": {name: _columns(series.samples, wanted) for name, series in self._series.items()},
             }
 
     def close(self) -> None:
@@ -232,16 +231,7 @@ def _columns(samples: Iterable[_Sample], wanted: int) -> dict[str, list[int | No
     return {key: [getattr(row, key) for row in rows] for key in _Sample._fields}
 
 
-def _sample(came: _Counts, queued: int) -> _Sample:
-    latency_us = came.success_ns // came.success // 1000 if came.success else None
-    return _Sample(came.success + came.failure, came.failure, latency_us, queued)
-
-
-def _zero(at_ns: int) -> _Counts:
-    return _Counts(at_ns, 0, 0, 0, 0, 0, 0, 0)
-
-
-def _counts(statistics: Statistics, at_ns: int) -> _Counts:
+def _counts(statistics: Statistics, at_ns: int, pieces: PieceCounts | None) -> _Counts:
     return _Counts(
         at_ns,
         statistics.success_count,
@@ -251,27 +241,9 @@ def _counts(statistics: Statistics, at_ns: int) -> _Counts:
         statistics.input_ns,
         statistics.infer_ns,
         statistics.output_ns,
+        list(statistics.by_duration),
+        pieces,
     )
-
-
-def _difference(before: _Counts, after: _Counts) -> _Counts:
-    return _Counts(*map(operator.sub, after, before))
-
-
-def _of_clients(came: ClientCounts, at_ns: int) -> _Counts:
-    counts = _zero(at_ns)
-    return counts._replace(success=came.successes, failure=came.failures, success_ns=came.success_ns)
-
-
-def _recent(came: _Counts, window_s: float, bounds_ns: Sequence[int], by_duration: list[int]) -> dict[str, Any]:
-    return {
-        **_rates(came, window_s),
-        "queue_us": _mean_us(came, came.queue_ns),
-        "input_us": _mean_us(came, came.input_ns),
-        "infer_us": _mean_us(came, came.infer_ns),
-        "output_us": _mean_us(came, came.output_ns),
-        **_quantiles(bounds_ns, by_duration),
-    }
 
 
 def _rates(came: _Counts, window_s: float) -> dict[str, float | None]:
@@ -282,13 +254,10 @@ def _rates(came: _Counts, window_s: float) -> dict[str, float | None]:
     }
 
 
-def _of_pieces(before: PieceCounts | None, after: PieceCounts | None, window_s: float) -> dict[str, float | None]:
-    """Return the rate of pieces and the time to the first one. Both are None if the model has had no chat and no
-    completion.
-    """
-    if after is None:
+def _of_pieces(came: PieceCounts | None, window_s: float) -> dict[str, float | None]:
+    """Return the rate of pieces and the time to the first one."""
+    if came is None:
         return {"pieces_per_s": None, "first_piece_us": None}
-    came = after.minus(before or NO_PIECES)
     first_us = round(came.first_ns / came.answers / 1000, 1) if came.answers else None
     return {"pieces_per_s": round(came.pieces / window_s, 2), "first_piece_us": first_us}
 
@@ -297,14 +266,14 @@ def _mean_us(came: _Counts, total_ns: int) -> float | None:
     return round(total_ns / came.success / 1000, 1) if came.success else None
 
 
-def _quantiles(bounds_ns: Sequence[int], by_duration: list[int]) -> dict[str, int | None]:
+def _quantiles(bounds_ns: Sequence[int], by_duration: Sequence[int]) -> dict[str, int | None]:
     return {
         "half_within_us": _within_us(bounds_ns, by_duration, 0.5),
         "p99_within_us": _within_us(bounds_ns, by_duration, 0.99),
     }
 
 
-def _within_us(bounds_ns: Sequence[int], by_duration: list[int], part: float) -> int | None:
+def _within_us(bounds_ns: Sequence[int], by_duration: Sequence[int], part: float) -> int | None:
     """Return the least bound that at least this part of the requests stayed below; None if there is none."""
     wanted, below = part * sum(by_duration), 0
     for bound_ns, count in zip(bounds_ns, by_duration, strict=False):

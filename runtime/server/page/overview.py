@@ -21,7 +21,7 @@ from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.openai.conventions import endpoints_of
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.meter import ClientCounts
-from moonpool.runtime.server.page.history import History, Pieces, no_pieces
+from moonpool.runtime.server.page.history import History, Pieces
 from moonpool.runtime.version import VERSION
 
 Index = Callable[[], Sequence[Mapping[str, str]]]
@@ -33,7 +33,7 @@ class Overview:
     """Models, instances, rates and errors. Any thread may call any method."""
 
     def __init__(
-        self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts], pieces: Pieces = no_pieces
+        self, models: ModelRegistry, index: Index, clients: Callable[[], ClientCounts], pieces: Pieces
     ) -> None:
         """`index` returns the repository index, which has entries for models that are not loaded, too.
 

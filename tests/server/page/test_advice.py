@@ -20,6 +20,7 @@ from moonpool.runtime.cli.top import overview_lines
 from moonpool.runtime.observe import another_instance
 from moonpool.runtime.process.usage import Reading, usage_of
 from moonpool.runtime.server.meter import ClientRequests
+from moonpool.runtime.server.openai.meter import OpenAIMeter
 from moonpool.runtime.server.page.adviser import Adviser
 from moonpool.runtime.server.page.history import History
 from moonpool.runtime.server.page.overview import Overview
@@ -221,9 +222,12 @@ def test_a_kernel_that_does_not_say_is_borne(runtime: moonpool.Runtime, tmp_path
 
 def test_overview_and_terminal_have_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     load(runtime, tmp_path, "sleeps")
-    overview = Overview(registry_of(runtime), list, ClientRequests().counts)
+    overview = Overview(registry_of(runtime), list, ClientRequests().counts, OpenAIMeter().pieces)
     overview._history = history = History(
-        registry_of(runtime), ClientRequests().counts, adviser=Adviser(quick, machine(quick, is_idle=True))
+        registry_of(runtime),
+        ClientRequests().counts,
+        OpenAIMeter().pieces,
+        Adviser(quick, machine(quick, is_idle=True)),
     )
 
     def advised() -> dict[str, object]:

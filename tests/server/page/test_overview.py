@@ -19,7 +19,7 @@ import moonpool
 from moonpool.runtime.cli.top import _table
 from moonpool.runtime.process.usage import usage_of
 from moonpool.runtime.server.meter import ClientRequests
-from moonpool.runtime.server.openai.meter import ModelCounts
+from moonpool.runtime.server.openai.meter import ModelCounts, OpenAIMeter
 from moonpool.runtime.server.page.history import SAMPLES, History
 from moonpool.runtime.server.page.overview import Overview
 
@@ -47,7 +47,7 @@ def overview(runtime: moonpool.Runtime) -> Iterator[Overview]:
         {"name": "other", "version": "9", "state": "UNAVAILABLE", "reason": "unloaded"},
         {"name": "never"},
     ]
-    overview = Overview(registry_of(runtime), lambda: index, ClientRequests().counts)
+    overview = Overview(registry_of(runtime), lambda: index, ClientRequests().counts, OpenAIMeter().pieces)
     yield overview
     overview.close()
 
@@ -60,7 +60,7 @@ def clients() -> ClientRequests:
 @pytest.fixture
 def history(runtime: moonpool.Runtime, clients: ClientRequests) -> History:
     """Make an overview whose samples only the test takes."""
-    return History(registry_of(runtime), clients.counts)
+    return History(registry_of(runtime), clients.counts, OpenAIMeter().pieces)
 
 
 def test_models_are_told_with_their_instances_and_the_repository_s_others(

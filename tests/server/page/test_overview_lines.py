@@ -15,6 +15,7 @@ from tests.server.page.models import write
 import moonpool
 from moonpool.runtime.cli.top import overview_lines
 from moonpool.runtime.server.meter import ClientRequests
+from moonpool.runtime.server.openai.meter import OpenAIMeter
 from moonpool.runtime.server.page.overview import Overview
 
 pytestmark = pytest.mark.promise("The overview", "`moonpool top` keeps a terminal up …")
@@ -37,7 +38,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             runtime.infer("fails", {"X": np.zeros(4, np.float32)})
         clients = ClientRequests()
         clients.ended(time.monotonic_ns(), has_failed=True)
-        overview = Overview(registry_of(runtime), lambda: index, clients.counts)
+        overview = Overview(registry_of(runtime), lambda: index, clients.counts, OpenAIMeter().pieces)
         yield overview.snapshot()
         overview.close()
 
