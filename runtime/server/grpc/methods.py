@@ -20,7 +20,7 @@ from moonpool.runtime.server.grpc.stream import Streams
 from moonpool.runtime.server.grpc.wire import SMALL_BYTES, parse
 
 kserve = service_messages()
-_SERVICE = "inference.GRPCInferenceService"
+SERVICE = "inference.GRPCInferenceService"
 # By API: the method, whether it changes the server, and whether it waits for models.
 _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
     "health": (("ModelReady", False, True),),
@@ -43,6 +43,10 @@ _CONTROL: dict[str, tuple[tuple[str, bool, bool], ...]] = {
     "trace": (("TraceSetting", True, False),),
     "logging": (("LogSettings", True, False),),
 }
+# No busy thread must keep a probe waiting.
+_ON_LOOP = ("ServerLive", "ServerReady")
+# All RPCs with one message in each direction.
+UNARY = ("ModelInfer", *_ON_LOOP, *(name for members in _CONTROL.values() for name, _, _ in members))
 
 
 def methods(
@@ -54,21 +58,21 @@ def methods(
         for name, is_change, is_slow in members:
             kind = getattr(kserve, f"{name}Request")
             handle = _unary(kind, getattr(control, _snake(name)), slow if is_slow else quick)
-            found[_path(name)] = Method(handle, api, is_change)
-    # On the loop's thread: no busy thread must keep a probe waiting.
-    for name in ("ServerLive", "ServerReady"):
+            found[path_of(name)] = Method(handle, api, is_change)
+    for name in _ON_LOOP:
         kind = getattr(kserve, f"{name}Request")
-        found[_path(name)] = Method(_unary(kind, getattr(control, _snake(name))), "health")
+        found[path_of(name)] = Method(_unary(kind, getattr(control, _snake(name))), "health")
     check = _unary(HealthCheckRequest, control.check)
     found[f"/{HEALTH_SERVICE}/Check".encode()] = Method(check, "health")
     place = inference.place
-    found[_path("ModelInfer")] = Method(inference.handle, "inference", place=place)
-    found[_path("ModelStreamInfer")] = Method(streams.handle, "inference", place=place)
+    found[path_of("ModelInfer")] = Method(inference.handle, "inference", place=place)
+    found[path_of("ModelStreamInfer")] = Method(streams.handle, "inference", place=place)
     return found
 
 
-def _path(name: str) -> bytes:
-    return f"/{_SERVICE}/{name}".encode()
+def path_of(name: str) -> bytes:
+    """Return the path of the RPC of this name."""
+    return f"/{SERVICE}/{name}".encode()
 
 
 def _snake(name: str) -> str:

@@ -18,6 +18,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import grpc
@@ -28,7 +29,7 @@ from starlette.responses import StreamingResponse
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ray.handle import ModelHandle, translated
-from moonpool.ray.local_server import HttpReply, HttpRequest, LocalServer, RpcReply
+from moonpool.ray.local_server import HttpReply, HttpRequest, LocalServer, RpcReply, service_of
 from moonpool.ray.options import Traits
 from moonpool.ray.replica import Failure
 from moonpool.ray.rpc_stream import RpcStream
@@ -37,6 +38,7 @@ from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.protobuf import BadProtobuf, service_messages
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.infer_request import InferMessage
+from moonpool.runtime.server.grpc.methods import SERVICE, UNARY, path_of
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
 from moonpool.runtime.server.grpc.wire import parse
 from moonpool.runtime.server.http.body import too_large
@@ -48,39 +50,11 @@ from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.openai.errors import reply_of
 from moonpool.runtime.server.openai.models import OWNER
 from moonpool.runtime.server.openai.multipart import read_form
-from moonpool.runtime.server.repository_control import RepositoryControl
-from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
 kserve = service_messages()
 _log = logging.getLogger("moonpool")
-SERVICE = "inference.GRPCInferenceService"
-# The fields that name the model, by RPC.
-_NAMES = {
-    "ModelReady": "name",
-    "ModelMetadata": "name",
-    "ModelConfig": "name",
-    "ModelStatistics": "name",
-    "ModelInfer": "",
-}
-# All RPCs with one message in each direction.
-UNARY = (
-    *_NAMES,
-    "ServerLive",
-    "ServerReady",
-    "ServerMetadata",
-    "RepositoryIndex",
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
-    "SystemSharedMemoryStatus",
-    "SystemSharedMemoryRegister",
-    "SystemSharedMemoryUnregister",
-    "CudaSharedMemoryStatus",
-    "CudaSharedMemoryRegister",
-    "CudaSharedMemoryUnregister",
-    "TraceSetting",
-    "LogSettings",
-)
+# The RPCs that name a model in `name`. ModelInfer has it elsewhere.
+_NAMING_RPCS = ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
 _MODEL = re.compile(r"/v2/models/(?!stats$)([^/]+)(/.*)?")
 # OpenAI's API, and its requests that name the model in their body.
 _OPENAI = re.compile(r"/v1/.*|(?:/v2)?/rerank")
@@ -121,27 +95,18 @@ class Ingress:
             name: ModelHandle(name, _found(handles[traits.deployment], traits)) for name, traits in models.items()
         }
         self._runtime = Runtime()
-        self._service = Service(
-            self._runtime,
-            shared_memory=SystemSharedMemory(is_enabled=False),
-            repository=RepositoryControl(self._runtime, mode="none"),
-        )
-        self._made_server: LocalServer | None = None
         self._status: tuple[float, bool] = (0.0, False)
 
-    @property
+    @cached_property
     def _server(self) -> LocalServer:
-        if self._made_server is None:
-            self._made_server = LocalServer(self._service)
-        return self._made_server
+        return LocalServer(service_of(self._runtime))
 
     def __del__(self) -> None:
         """End. Called by Ray."""
-        runtime = getattr(self, "_runtime", None)
-        if runtime is not None:
-            if self._made_server is not None:
-                self._made_server.close()
-            runtime.close()
+        # Neither is there if `__init__` failed.
+        for name in ("_server", "_runtime"):
+            if name in vars(self):
+                vars(self)[name].close()
 
     async def traits(self, model: str) -> Traits | None:
         """Return the traits of a model for `moonpool.ray.get`; None if there is no such model."""
@@ -183,12 +148,7 @@ class Ingress:
         if found is not None and handle is not None:
             if path.endswith("/generate_stream"):
                 return await _streamed(handle, asked)
-            sequence = _sequence_of(asked) if self._traits[found[1]].has_sequences else ""
-
-            async def send(target: Any, _: float | None) -> Any:
-                return await target.http.remote(handle.name, asked, sequence=sequence)
-
-            return _http(_checked(await handle.call(send, sequence=sequence)))
+            return await _whole(handle, asked, _sequence_of(asked) if self._traits[found[1]].has_sequences else "")
         if asked.method == "POST" and _OPENAI_REQUEST.fullmatch(path):
             name, is_stream = _asked_of(asked)
             base, _, version = name.rpartition(":")
@@ -220,7 +180,7 @@ class Ingress:
 
     async def _unary(self, name: str, message: bytes, context: Any) -> RawMessage:
         """Answer the RPC of this name."""
-        path, metadata = f"/{SERVICE}/{name}".encode(), _metadata(context)
+        path, metadata = path_of(name), _metadata(context)
         try:
             if "grpc" not in self._protocols:
                 raise ModelError("this application does not serve gRPC", "UNSUPPORTED")
@@ -276,13 +236,9 @@ class Ingress:
             return asked.model, ""
         return asked.model, str(asked.read().parameters.sequence_id or "")
 
-    def handle_of(self, model: str) -> ModelHandle | None:
-        """Return the handle of a model; None if the application does not have it."""
-        return self._models.get(model)
-
     async def ModelStreamInfer(self, requests: Any, grpc_context: Any) -> AsyncIterator[RawMessage]:  # noqa: N802 - the RPC's name
         """Answer a stream of requests. Called by Ray."""
-        stream = RpcStream(self, _metadata(grpc_context))
+        stream = RpcStream(self.read, self._models, _metadata(grpc_context))
         async for message in stream.answers(requests):
             yield RawMessage(message)
         if stream.status is not None:
@@ -408,11 +364,11 @@ def _asked_of(asked: HttpRequest) -> tuple[str, bool]:
     return model if isinstance(model, str) else "", stream in (True, "true", "1")
 
 
-async def _whole(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:
+async def _whole(handle: ModelHandle, asked: HttpRequest, sequence: str = "") -> HttpResponse:
     async def send(target: Any, _: float | None) -> Any:
-        return await target.http.remote(handle.name, asked)
+        return await target.http.remote(handle.name, asked, sequence=sequence)
 
-    return _http(_checked(await handle.call(send)))
+    return _http(_checked(await handle.call(send, sequence=sequence)))
 
 
 async def _streamed(handle: ModelHandle, asked: HttpRequest) -> HttpResponse:
@@ -450,11 +406,9 @@ def _metadata(context: Any) -> tuple[tuple[str, str | bytes], ...]:
 
 def _model_of(name: str, message: bytes) -> str:
     """Return the model that an RPC names; "" if it names none."""
-    field = _NAMES.get(name)
-    if not field:
+    if name not in _NAMING_RPCS:
         return ""
-    kind = getattr(kserve, f"{name}Request")
-    found: str = getattr(parse(kind, message), field)
+    found: str = parse(getattr(kserve, f"{name}Request"), message).name
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.process.threads import TaskPool
+from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.call import GrpcCall, Message, Metadata, OpenCalls, Received
 from moonpool.runtime.server.grpc.control import GrpcControl
 from moonpool.runtime.server.grpc.inference import GrpcInference
@@ -35,8 +36,10 @@ from moonpool.runtime.server.http.options import HttpLimits
 from moonpool.runtime.server.http.routes import RouteTable
 from moonpool.runtime.server.meter import Meter
 from moonpool.runtime.server.openai.routes import OpenAIEndpoints
+from moonpool.runtime.server.repository_control import RepositoryControl
 from moonpool.runtime.server.restriction import Origins, Restriction
 from moonpool.runtime.server.service import Service
+from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
 # For work of milliseconds, and for work that waits for models.
 _QUICK_THREADS, _PATIENT_THREADS = 4, 16
@@ -66,6 +69,13 @@ class RpcReply(NamedTuple):
     message: bytes | None
     code: str = "OK"
     details: str = ""
+
+
+def service_of(runtime: Runtime) -> Service:
+    """Make a service for clients elsewhere. What they change here would change one process of many."""
+    return Service(
+        runtime, shared_memory=SystemSharedMemory(is_enabled=False), repository=RepositoryControl(runtime, mode="none")
+    )
 
 
 class LocalServer:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ray import serve
@@ -23,15 +24,12 @@ from ray.serve import metrics
 from moonpool import errors
 from moonpool.ipc.errors import Closed, MoonpoolError
 from moonpool.ray.autoscaling import LoadSampler
-from moonpool.ray.local_server import HttpReply, HttpRequest, LocalServer, RpcReply
+from moonpool.ray.local_server import HttpReply, HttpRequest, LocalServer, RpcReply, service_of
 from moonpool.runtime.errors import ModelError
 from moonpool.runtime.model.states import ModelState
 from moonpool.runtime.observe.exposition import ExposedFamily
 from moonpool.runtime.runtime import Runtime
 from moonpool.runtime.server.grpc.call import Metadata
-from moonpool.runtime.server.repository_control import RepositoryControl
-from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.shared_memory import SystemSharedMemory
 
 # Model, inputs, version, timeout in seconds and options of a request. One object, as Ray serializes each argument
 # apart.
@@ -90,16 +88,10 @@ class Replica:
         for.
         """
         self._runtime = Runtime(repository, models=[], **runtime_options)
-        # Clients are elsewhere, and what they change here would change one replica of many.
-        self._service = Service(
-            self._runtime,
-            shared_memory=SystemSharedMemory(is_enabled=False),
-            repository=RepositoryControl(self._runtime, mode="none"),
-        )
+        self._service = service_of(self._runtime)
         self._names = list(names)
         self._settings: Mapping[str, Any] = {}
         self._changing = asyncio.Lock()
-        self._made_server: LocalServer | None = None
         self._sampler = LoadSampler(target_wait_ms)
         self._export = _MetricsExport(self._runtime._models.metric_families)
         self._packed: Any = None
@@ -260,11 +252,9 @@ class Replica:
         """Return the process of this replica."""
         return os.getpid()
 
-    @property
+    @cached_property
     def _server(self) -> LocalServer:
-        if self._made_server is None:
-            self._made_server = LocalServer(self._service)
-        return self._made_server
+        return LocalServer(self._service)
 
     # Called by Ray
 
@@ -296,7 +286,7 @@ class Replica:
     def __del__(self) -> None:
         """Unload everything. Ray calls this after the last request."""
         # Neither is there if `__init__` failed.
-        server, runtime = getattr(self, "_made_server", None), getattr(self, "_runtime", None)
+        server, runtime = (vars(self).get(name) for name in ("_server", "_runtime"))
         if server is not None:
             server.close()
         if runtime is not None:

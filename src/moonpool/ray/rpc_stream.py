@@ -14,8 +14,7 @@ status that is an error. Closing the generator cancels all tasks, and Ray then c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ray.handle import ModelHandle, translated
@@ -24,30 +23,25 @@ from moonpool.ray.replica import Failure
 from moonpool.runtime.errors import ModelNotFound
 from moonpool.runtime.isolation.public_text import public_text
 from moonpool.runtime.model.protobuf import BadProtobuf
+from moonpool.runtime.server.grpc.call import Metadata
 from moonpool.runtime.server.grpc.infer_request import InferMessage
 from moonpool.runtime.server.grpc.infer_response import error_in_stream
+from moonpool.runtime.server.grpc.methods import path_of
 from moonpool.runtime.server.grpc.status import UNREADABLE, status_of
 
-_PATH = b"/inference.GRPCInferenceService/ModelStreamInfer"
 _MOST_OPEN, _MOST_WAITING = 256, 16
-
-
-class Models(Protocol):
-    """Finds the models of an application."""
-
-    def read(self, message: bytes) -> tuple[str, str]:
-        """Return the model and the sequence of a request."""
-
-    def handle_of(self, model: str) -> ModelHandle | None:
-        """Return the handle of a model; None if there is no such model."""
 
 
 class RpcStream:
     """One stream of a client."""
 
-    def __init__(self, models: Models, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+    def __init__(
+        self, read: Callable[[bytes], tuple[str, str]], models: Mapping[str, ModelHandle], metadata: Metadata
+    ) -> None:
+        """`read` returns the model and the sequence of a request."""
         self.status: RpcReply | None = None
         """The status that ended the stream, if it is an error."""
+        self._read = read
         self._models = models
         self._metadata = metadata
         self._answers: asyncio.Queue[bytes | None] = asyncio.Queue(_MOST_WAITING)
@@ -59,7 +53,7 @@ class RpcStream:
 
     async def answers(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the messages for the client."""
-        self._add(asyncio.create_task(self._read(requests)))
+        self._add(asyncio.create_task(self._begin_all(requests)))
         try:
             while self.status is None:
                 message = await self._answers.get()
@@ -82,7 +76,7 @@ class RpcStream:
             status = status_of(error)
             self._end(RpcReply(None, status.code, status.text))
 
-    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+    async def _begin_all(self, requests: AsyncIterator[bytes]) -> None:
         """Begin each request of the client, and end the stream behind the last answer."""
         async for message in requests:
             await self._room.acquire()
@@ -94,7 +88,7 @@ class RpcStream:
 
     def _begin(self, message: bytes) -> None:
         try:
-            model, sequence = self._models.read(message)
+            model, sequence = self._read(message)
         except BadProtobuf:
             self._end(RpcReply(None, UNREADABLE.code, UNREADABLE.text))
             return
@@ -137,7 +131,7 @@ class RpcStream:
         last: asyncio.Task[None] | None,
     ) -> None:
         """Answer one request. `before` is the one before it in its sequence, `last` the one before it in the stream."""
-        handle = self._models.handle_of(model)
+        handle = self._models.get(model)
         try:
             if refused is not None:
                 raise refused
@@ -147,7 +141,7 @@ class RpcStream:
                 await asyncio.wait([before])
             target, traits = await handle.routed()
             replies = target.options(stream=True).rpc_stream.remote(
-                model, _PATH, self._metadata, message, sequence=sequence
+                model, path_of("ModelStreamInfer"), self._metadata, message, sequence=sequence
             )
             with translated(model, sequence=sequence):
                 if traits.is_decoupled:

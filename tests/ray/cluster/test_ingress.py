@@ -127,7 +127,7 @@ def streamed(*messages: bytes) -> tuple[list[Any], Any]:
             for message in messages:
                 yield message
 
-        stream = RpcStream(Ingress({}, {}, ("grpc",)), ())
+        stream = RpcStream(Ingress({}, {}, ("grpc",)).read, {}, ())
         kind = service_pb2.ModelStreamInferResponse
         found = [kind.FromString(each) async for each in stream.answers(requests())]
         return found, stream.status
