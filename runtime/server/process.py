@@ -135,13 +135,21 @@ class Server:
         call = partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    async def _insist(self, ending: Coroutine[object, object, None]) -> None:
-        """Wait for a coroutine that may wait for loads, and have these given up, however late they begin."""
+    async def _insist(self, ending: Awaitable[R]) -> R:
+        """Wait for what may wait for loads, and have these given up, however late they begin."""
         task = asyncio.ensure_future(ending)
         while not task.done():
             self._service.repository.give_up()
             await asyncio.wait({task}, timeout=_INSIST_S)
-        await task
+        return await task
+
+    async def _unless_ending(self, loading: Coroutine[object, object, R]) -> R:
+        """Wait for loads, which are given up if a signal comes meanwhile."""
+        task = asyncio.ensure_future(loading)
+        ending = asyncio.ensure_future(self._ending.wait())
+        await asyncio.wait({task, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        return await self._insist(task)
 
     async def _closed(self) -> None:
         try:
@@ -175,13 +183,7 @@ class Server:
 
     async def _load(self) -> bool:
         """Load the models for the start; False if a signal came meanwhile."""
-        loading = asyncio.ensure_future(self._apart(self._load_models))
-        ending = asyncio.ensure_future(self._ending.wait())
-        await asyncio.wait({loading, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if not loading.done():
-            await self._insist(_done(loading))
-        are_all_loaded = loading.result()
+        are_all_loaded = await self._unless_ending(self._apart(self._load_models))
         if self._ending.is_set():
             return False
         table = model_table(self._runtime._models.statuses())
@@ -255,18 +257,9 @@ class Server:
             if self._ending.is_set():
                 return
             if polls:
-                await self._poll(again=is_wanted)
+                await self._unless_ending(self._apart(self._service.repository.poll, again=is_wanted))
             else:
                 _log.warning("SIGHUP: nothing is polled with --model-control-mode=%s", mode)
-
-    async def _poll(self, *, again: bool) -> None:
-        polling = asyncio.ensure_future(self._apart(self._service.repository.poll, again=again))
-        ending = asyncio.ensure_future(self._ending.wait())
-        await asyncio.wait({polling, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if not polling.done():
-            await self._insist(_done(polling))
-        polling.result()
 
     async def _drain(self) -> int:
         """Take no new requests, wait for those in flight, and return the exit code."""
@@ -310,11 +303,6 @@ class Server:
         self._service.metadata.is_open = False
         self._ending.set()
         self._woken.set()
-
-
-async def _done(future: asyncio.Future[bool] | asyncio.Future[None]) -> None:
-    """Wait for the end of a future, without raising its error."""
-    await asyncio.wait({future})
 
 
 def _place(address: str, port: int) -> str:
