@@ -31,7 +31,7 @@ from moonpool.runtime.server.inference import call as calls
 from moonpool.runtime.server.inference.forwarding import ForwardedHeaders
 from moonpool.runtime.server.inference.request import Hosted, check_has_one_response, room_for_body
 from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 # Larger messages are read on a thread, unless they lie where stubs read them.
 LARGE_BYTES = 1 << 18
@@ -57,12 +57,6 @@ class GrpcInference(calls.Inference):
             raise
         return hosted
 
-    def find_plain(self, message: InferMessage) -> Hosted:
-        """Return the model for ModelInfer. Raises as `find`, and `ModelError` for a decoupled model."""
-        hosted = self.find(message)
-        check_has_one_response(hosted, "ModelInfer RPC")
-        return hosted
-
     def trace(self, call: GrpcCall, hosted: Hosted, message: InferMessage, request: InferenceRequest) -> Trace | None:
         """Return the trace of a request that is about to be submitted, or None if it is not traced."""
         traces = self.service.traces
@@ -86,7 +80,7 @@ class GrpcInference(calls.Inference):
             message = begun(first)
             if message is None:
                 return None
-            memory = self.caller_memory(self.find(message))
+            memory = self.service.caller_memory(self.find(message).model)
         except (BadProtobuf, MoonpoolError):  # answered once the message has come
             return None
         array = room_for_body(memory, size_bytes, message.tensors_at)
@@ -152,19 +146,11 @@ class GrpcInference(calls.Inference):
         """Receive and answer a ModelInfer."""
         call.receive(partial(self._received, call))
 
-    def is_ours(self, call: GrpcCall, data: bytes | InferMessage) -> bool:  # noqa: ARG002
-        """Return whether the request is answered here. If not, it was given to somebody else."""
-        return True
-
-    def refuse(self, call: GrpcCall, message: InferMessage, error: MoonpoolError) -> None:  # noqa: ARG002
-        """Answer a request whose model was not found."""
-        call.fail(status_of(error))
-
     def _received(self, call: GrpcCall, data: bytes | InferMessage | None) -> None:
         call.received_ns = time.monotonic_ns()
         if data is None:
             call.fail(UNREADABLE)
-        elif self.is_ours(call, data):
+        else:
             self.read(data, GrpcInferCall(self, call).begin, call.fail)
 
 
@@ -193,9 +179,10 @@ class GrpcInferCall(calls.InferCall):
         """Send the request to the model."""
         self._message, call, inference = message, self._call, self._inference
         try:
-            self.hosted = inference.find_plain(message)
+            self.hosted = inference.find(message)
+            check_has_one_response(self.hosted, "ModelInfer RPC")
         except MoonpoolError as error:
-            inference.refuse(call, message, error)
+            call.fail(status_of(error))
         else:
             inference.make(message, self.hosted, call.metadata, self._made, self.fail)
 

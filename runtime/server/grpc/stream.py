@@ -39,7 +39,7 @@ from moonpool.runtime.server.grpc.inference import GrpcInference
 from moonpool.runtime.server.grpc.options import GrpcOptions
 from moonpool.runtime.server.grpc.status import ENDING, Status, status_of
 from moonpool.runtime.server.inference.request import Hosted
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 _MAX_IN_FLIGHT = 1024
 _ERROR_MODE = ("triton_grpc_error", "true")

@@ -27,7 +27,7 @@ from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
 from moonpool.runtime.server.inference.request import Hosted, make_request
 from moonpool.runtime.server.inference.tensors import Input, LongArray, of_values
 from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 _EVENTS: Headers = ((b"Content-Type", b"text/event-stream; charset=utf-8"),)
 _MOST_UNSENT_BYTES = 64 << 20

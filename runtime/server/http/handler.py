@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest
@@ -67,20 +67,13 @@ class _Plan(NamedTuple):
     target: InferTarget | None
 
 
-class Fallback(Protocol):
-    """Answers requests that are not for inference."""
-
-    def handle(self, exchange: HttpExchange) -> None:
-        """Answer now or later."""
-
-
 class HttpHandler:
     """The handler of the port for HTTP, and of one for OpenAI's API."""
 
     def __init__(
         self,
         inference: HttpInference,
-        others: Fallback,
+        others: RouteTable,
         restriction: Restriction,
         origins: Origins,
         header_forward_pattern: str = "",

@@ -309,14 +309,14 @@ def _output(value: object) -> tuple[str, OutputPlan]:
     return name, OutputPlan(is_binary, classes, place)
 
 
-def request_details(request_id: str, parameters: dict[str, Any], trace_context: str | None = None) -> Details | None:
+def request_details(request_id: str, parameters: dict[str, Any]) -> Details | None:
     """Return the parameters of a request as its details. Raises `InvalidRequest`, `BadJson`, `LongSequenceId`.
 
     `sequence_id` (a number or a text), `sequence_start`, `sequence_end`, `priority` and `timeout` (µs in the queue)
     mean what they mean in Triton. The model gets the others.
     """
     if not parameters or [*parameters] == _BINARY_ALONE:
-        return details_of(request_id, 0, 0, 0, 0, None, trace_context)
+        return details_of(request_id, 0, 0, 0, 0, None, None)
     flags = 0
     if _flag(parameters, "sequence_start"):
         flags |= START
@@ -329,7 +329,7 @@ def request_details(request_id: str, parameters: dict[str, Any], trace_context: 
         _number(parameters, "timeout"),
         _number(parameters, "priority"),
         _custom(parameters),
-        trace_context,
+        None,
     )
 
 

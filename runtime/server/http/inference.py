@@ -36,7 +36,7 @@ from moonpool.runtime.server.inference import call
 from moonpool.runtime.server.inference.request import Hosted, check_has_one_response, refused, room_for_body
 from moonpool.runtime.server.inference.tensors import WrongSize
 from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 # The headers by which load balancers ask for the load, and get it (ORCA).
 LOAD_FORM, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
@@ -130,7 +130,7 @@ class HttpInference(call.Inference):
         if target.encoding != "identity" or not 0 < length < size_bytes:
             return None
         try:
-            memory = self.caller_memory(self.find(target.model, target.version))
+            memory = self.service.caller_memory(self.find(target.model, target.version).model)
         except MoonpoolError:  # answered once the body has come
             return None
         # The JSON is received apart: a stub that could change it might have the request name memory of other clients.

@@ -24,8 +24,7 @@ from moonpool.runtime.schedule import event_loop
 from moonpool.runtime.server.inference.request import Hosted, RequestPlan
 from moonpool.runtime.server.inference.response import copied_bytes
 from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.tracing.trace import Trace
-from moonpool.runtime.stubs.regions import CallerMemory
+from moonpool.runtime.server.tracing.traces import Trace
 
 R = TypeVar("R")
 LONG_COPY_BYTES = 1 << 20
@@ -44,10 +43,6 @@ class Inference:
         self.executor = executor
         # The loop watches for answers from now on, and not from the first request.
         self.driver = event_loop.driver_of(loop)
-
-    def caller_memory(self, hosted: Hosted) -> CallerMemory | None:
-        """Return the memory in which callers of this model write in place, if its backend has such."""
-        return self.service.caller_memory(hosted.model)
 
     def work(
         self,

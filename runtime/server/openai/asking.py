@@ -23,7 +23,7 @@ from moonpool.runtime.server.inference.request import Hosted, make_request
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.openai.meter import CountingReader
 from moonpool.runtime.server.service import Service
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 Fields = Mapping[str, Any]
 # As many digits as any version may have.

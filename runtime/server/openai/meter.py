@@ -11,7 +11,7 @@ from moonpool.runtime.observe.exposition import ExposedFamily, Sample
 from moonpool.runtime.observe.statistics import DURATION_BOUNDS_NS
 from moonpool.runtime.openai.endpoints import PieceReader
 from moonpool.runtime.openai.pieces import Piece, PieceCounts
-from moonpool.runtime.server.tracing.trace import Trace
+from moonpool.runtime.server.tracing.traces import Trace
 
 _TOKENS = {"prompt_tokens": "prompt", "completion_tokens": "completion"}
 # As OpenTelemetry names them in spans.

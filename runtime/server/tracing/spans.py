@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from moonpool.runtime.process.extras import how_to_install
 from moonpool.runtime.server.setting_values import BadSetting
 from moonpool.runtime.server.tracing.settings import TraceOptions
-from moonpool.runtime.server.tracing.trace import SpanIds, Trace
+from moonpool.runtime.server.tracing.traces import SpanIds, Trace
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

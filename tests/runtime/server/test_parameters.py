@@ -26,10 +26,9 @@ def test_parameters_of_the_protocols_do_not_reach_the_model() -> None:
             "own": "text",
             "number": 1.5,
         },
-        "trace",
     )
 
     assert details is not None
     assert (details.request_id, details.correlation_id, details.flags) == ("one", 42, 3)
-    assert (details.priority, details.timeout_us, details.trace) == (2, 1000, "trace")
+    assert (details.priority, details.timeout_us) == (2, 1000)
     assert details.parameters == {"own": "text", "number": 1.5}

@@ -23,10 +23,9 @@ from moonpool.ipc.messages import FINAL
 from moonpool.runtime.model.request import LATER, Details, Response
 from moonpool.runtime.schedule.stream import ResponseStream
 from moonpool.runtime.server.inference.request import make_request
-from moonpool.runtime.server.tracing import trace
+from moonpool.runtime.server.tracing import traces as tracing
 from moonpool.runtime.server.tracing.settings import trace_options
-from moonpool.runtime.server.tracing.trace import Trace
-from moonpool.runtime.server.tracing.traces import Traces
+from moonpool.runtime.server.tracing.traces import Trace, Traces
 
 pytestmark = pytest.mark.promise(
     "Watching a server",
@@ -146,7 +145,7 @@ def test_a_model_that_responds_for_long_fills_no_memory_with_its_trace(
     ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.json"
-    monkeypatch.setattr(trace, "MAX_TRACE_BYTES", 20_000)
+    monkeypatch.setattr(tracing, "MAX_TRACE_BYTES", 20_000)
     traces = Traces(trace_options([f"triton,file={path}", "level=TENSORS", "rate=1"]))
 
     ask(traces, "counts", 200)
