@@ -227,6 +227,9 @@ class TaskPool(Executor):
         except BaseException:
             # Callbacks of the future run here, and the thread has other tasks to do.
             _log.exception("a callback of a task's future failed")
+        finally:
+            # An error refers to this frame. With the future, it would stay until the collector looks for cycles.
+            del future, task
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more tasks, and end the threads when those that were taken are done, or with `cancel_futures`, those

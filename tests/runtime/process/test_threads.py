@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -108,6 +109,24 @@ def test_a_thread_that_waits_keeps_nothing_of_its_task(pool: TaskPool) -> None:
 
     del tensor
     wait_until(lambda: seen() is None)
+
+
+def test_what_a_task_raises_keeps_nothing_of_it_once_it_is_dropped(pool: TaskPool) -> None:
+    """No collector has to look for a cycle of the error, its traceback and the future."""
+    kept: list[weakref.ref[set[int]]] = []
+
+    def fail() -> None:
+        large = {1}
+        kept.append(weakref.ref(large))
+        raise ValueError("no")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no"):
+            pool.submit(fail).result()
+        wait_until(lambda: kept[0]() is None, 60.0)
+    finally:
+        gc.enable()
 
 
 def test_a_pool_that_was_shut_down_finishes_and_takes_no_more() -> None:
