@@ -157,7 +157,6 @@ class _Copying:
             self._tell(self._copied_bytes, self._all_bytes)
 
     def end(self) -> None:
-        """Note that the copy is over."""
         with self._lock:
             self._tell(0, 0)
 
@@ -200,10 +199,6 @@ class CloudCopies:
     def stop(self) -> threading.Event:
         """Return what the next call of `give_up` sets."""
         return self._stop
-
-    def models(self) -> list[str]:
-        """List the names of the models, sorted. Raises `RepositoryError`."""
-        return self._store.models(self._stop)
 
     def give_up(self) -> None:
         """Have the copies that are being made now fail soon."""

@@ -67,8 +67,6 @@ class Store(Protocol):
 
     url: str
 
-    def models(self, stop: threading.Event) -> list[str]: ...
-
     def listing(self, name: str, stop: threading.Event) -> CloudListing: ...
 
     def read(

@@ -56,27 +56,25 @@ def resolve(
     model_directory: Path,
     *,
     cache: EnvironmentCache | None = None,
-    inherited: Mapping[str, str] | None = None,
     only_wheels: bool = False,
     stop: Event | None = None,
 ) -> Environment:
     """Return the environment that `EXECUTION_ENV_PATH` names, by default moonpool's own interpreter.
 
-    PATH and LD_LIBRARY_PATH are put before those of `inherited`, by default this process's. With `only_wheels`, nothing
+    PATH and LD_LIBRARY_PATH are put before those of this process. With `only_wheels`, nothing
     of a list is compiled, as that runs code of its packages. Unpacking and building may take minutes, so do not call
     this in an event loop. They fail soon after `stop` is set. Raises `BadEnvironment`.
     """
     if execution_env_path is None:
         return _own_interpreter()
     path = _existing(execution_env_path, model_directory)
-    base = os.environ if inherited is None else inherited
     if path.is_dir():
-        return _described(path, base, path)
+        return _described(path, path)
     cache = cache or EnvironmentCache()
     is_list = path.suffix in _LISTS
     lease = cache.build(path, only_wheels=only_wheels, stop=stop) if is_list else cache.acquire(path, stop)
     try:
-        return _described(_top(lease.path), base, path, lease.release)
+        return _described(_top(lease.path), path, lease.release)
     except BaseException:
         lease.release()
         raise
@@ -127,14 +125,12 @@ def _top(root: Path) -> Path:
     return root
 
 
-def _described(
-    root: Path, inherited: Mapping[str, str], shown: Path, release: Callable[[], None] | None = None
-) -> Environment:
+def _described(root: Path, shown: Path, release: Callable[[], None] | None = None) -> Environment:
     python = _interpreter(root, shown)
     # An empty entry in LD_LIBRARY_PATH would mean the current directory.
-    libraries = [str(root / "lib"), inherited.get("LD_LIBRARY_PATH", "")]
+    libraries = [str(root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     variables = {
-        "PATH": f"{root / 'bin'}:{inherited.get('PATH') or _DEFAULT_PATH}",
+        "PATH": f"{root / 'bin'}:{os.environ.get('PATH') or _DEFAULT_PATH}",
         "LD_LIBRARY_PATH": ":".join(part for part in libraries if part),
     }
     if (root / "conda-meta").is_dir():

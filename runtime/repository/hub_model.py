@@ -359,12 +359,7 @@ class HubFiles:
         """Return the hash of a file's content, if it is known."""
         return self._store.sha256(file)
 
-    def models(self, stop: threading.Event) -> list[str]:
-        """Return no names: a model has no models in it."""
-        return self._store.models(stop)
-
     def close(self) -> None:
-        """Close the store."""
         self._store.close()
 
 

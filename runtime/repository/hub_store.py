@@ -208,10 +208,6 @@ class HubStore:
 
     # Content
 
-    def models(self, stop: threading.Event) -> list[str]:  # noqa: ARG002 - as of any store
-        """Return no names: a model has no models in it."""
-        return []
-
     def listing(self, name: str, stop: threading.Event) -> CloudListing:  # noqa: ARG002 - as of any store
         """Return the files of the commit. Raises `RepositoryError`."""
         return self.find(stop)[1]

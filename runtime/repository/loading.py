@@ -318,7 +318,9 @@ def _prepare(wanted: Wanted, repository: ModelRepositories, locate: Locate, limi
     if wanted.instances is not None:
         changes["instance_group"] = [{"kind": "KIND_AUTO", "count": wanted.instances}]
     if wanted.files is not None:
-        return _of_files(wanted, changes, locate, limits)
+        return _brought(
+            name, wanted.files, lambda folder: _versions(wanted, ModelDirectory(folder), changes, locate, limits)
+        )
     if isinstance(source, str) and is_address(source):
         directory = repository.find_at(source, wanted.said)
     elif source is not None and not isinstance(source, str | os.PathLike | Definition):
@@ -361,41 +363,50 @@ def _wrapped(value: object) -> object:
 
 
 def _of_session(name: str, definition: Definition, changes: Mapping[str, Any]) -> PreparedModel:
-    """Write a class or function of a session into a file, with everything that it uses from the session."""
+    """Prepare a class or function of a session from a file, with everything that it uses from the session."""
+    file_name = f"{definition.__name__}.py"
+
+    def describe(folder: Path) -> list[Model]:
+        where = replace(of_definition(definition, folder / file_name), is_directory=True)
+        return [model_of(name, where, minimal(name), None, 1, changes)]
+
+    return _brought(name, {file_name: source_of(definition).encode()}, describe)
+
+
+def _brought(name: str, files: Mapping[str, bytes], describe: Callable[[Path], list[Model]]) -> PreparedModel:
+    """Prepare the models that `describe` makes of files, which are written into a directory of their own.
+
+    No other user may look into it. Raises `RepositoryError` for a path that leads out of it, and for too many files.
+    """
     if problem := name_problem(name):
         raise RepositoryError(problem)
-    content = source_of(definition).encode()
-    file_name = f"{definition.__name__}.py"
-    made = _write_directory(name, {file_name: content})
+    if len(files) > _MOST_FILES:
+        raise RepositoryError(f"a load has {_MOST_FILES} files at most, not {len(files)}")
+    for path in files:
+        _check_path(path)
+    made = Path(tempfile.mkdtemp(prefix="moonpool-model-"))
     try:
-        where = of_definition(definition, made / name / file_name)
-        model = model_of(name, replace(where, is_directory=True), minimal(name), None, 1, changes)
+        _write(made / name, files)
+        models = describe(made / name)
     except BaseException:
         _remove(made)
         raise
-    return _of_content([model], {file_name: content}, made)
-
-
-def _of_files(wanted: Wanted, changes: Mapping[str, Any], locate: Locate, limits: ConfigLimits) -> PreparedModel:
-    if problem := name_problem(wanted.name):
-        raise RepositoryError(problem)
-    files = dict(wanted.files or {})
-    made = _write_directory(wanted.name, files)
-    try:
-        models = _versions(wanted, ModelDirectory(made / wanted.name), changes, locate, limits)
-    except BaseException:
-        _remove(made)
-        raise
-    return _of_content(models, files, made)
-
-
-def _of_content(models: list[Model], files: Mapping[str, bytes], made: Path) -> PreparedModel:
-    """Prepare models whose files were written into a directory that was made for them."""
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     content = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
     for model in models:
         model.source = replace(model.source, content=content)
     return PreparedModel(models, digests, made)
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    try:
+        folder.mkdir()
+        for path, content in files.items():
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    except (OSError, ValueError) as error:
+        raise RepositoryError(f"cannot write the model's files: {error}") from error
 
 
 def _versions(
@@ -497,32 +508,6 @@ def _merged(name: str, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> di
 # The most bytes in a path, and the most files, that a caller may bring for a model.
 _LONGEST_PATH = 1024
 _MOST_FILES = 10_000
-
-
-def _write_directory(name: str, files: Mapping[str, bytes]) -> Path:
-    """Make a directory that no other user may look into, in which `name` has these files by path. The caller removes
-    it.
-
-    Raises `RepositoryError` for a path that leads out of it, and for more than the bounds above.
-    """
-    if len(files) > _MOST_FILES:
-        raise RepositoryError(f"a load has {_MOST_FILES} files at most, not {len(files)}")
-    for path in files:
-        _check_path(path)
-    folder = Path(tempfile.mkdtemp(prefix="moonpool-model-"))
-    try:
-        (folder / name).mkdir()
-        for path, content in files.items():
-            file = folder / name / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-    except (OSError, ValueError) as error:
-        _remove(folder)
-        raise RepositoryError(f"cannot write the model's files: {error}") from error
-    except BaseException:
-        _remove(folder)
-        raise
-    return folder
 
 
 def _check_path(path: str) -> None:

@@ -42,6 +42,7 @@ from moonpool.runtime.model.source import split_name
 from moonpool.runtime.process.files import RepositoryError, check_no_loop, directories
 from moonpool.runtime.repository.cloud_address import is_address, is_hub_root, read_address
 from moonpool.runtime.repository.cloud_copies import CloudCopies
+from moonpool.runtime.repository.cloud_store import CloudStore
 from moonpool.runtime.repository.folder_cache import FolderLease, cache_root
 from moonpool.runtime.repository.hub_model import HubFiles, HubModel, as_text, described, is_model, read_grants
 from moonpool.runtime.repository.hub_store import HubStore
@@ -110,7 +111,8 @@ class CloudRepository:
 
     def __init__(self, url: str) -> None:
         """Raise `RepositoryError` for an address that cannot be read, or without the package for it."""
-        self._copies = CloudCopies(url, os.environ)
+        self._store = CloudStore(read_address(url, os.environ))
+        self._copies = CloudCopies(url, os.environ, store=self._store)
         self.path = self._copies.url
         # Patterns of the variables with credentials.
         self.secrets = self._copies.secrets
@@ -127,7 +129,7 @@ class CloudRepository:
             if time.monotonic() >= self._old_from:
                 self._error = None
                 try:
-                    names = self._copies.models()
+                    names = self._store.models(self._copies.stop)
                     self._names = [name for name in names if not name.startswith((".", "__"))]
                 except RepositoryError as error:
                     self._error = error

@@ -128,7 +128,7 @@ def test_an_environment_cannot_name_the_place_of_its_base(tmp_path: Path) -> Non
     "there that leads elsewhere is refused at the load, and when an instance restarts. Links "
     "inside an environment open nothing outside of it.",
 )
-def test_links_in_an_environment_lead_out_of_it_nowhere(tmp_path: Path) -> None:
+def test_links_in_an_environment_lead_out_of_it_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may bring it, and its `lib` is where the dynamic loader looks first."""
     folder, environment, elsewhere = tmp_path / "m" / "1", tmp_path / "m" / "env", tmp_path / "home"
     for each in (folder, environment / "bin", elsewhere):
@@ -136,7 +136,8 @@ def test_links_in_an_environment_lead_out_of_it_nowhere(tmp_path: Path) -> None:
     (environment / "bin" / "python").symlink_to(sys.executable)
     (environment / "lib").symlink_to(elsewhere)
     model = ModelSource("triton", folder / "model.py", None, folder.parent, folder, is_directory=True)
-    found = resolve("$$TRITON_MODEL_DIRECTORY/env", folder.parent, inherited={"LD_LIBRARY_PATH": "/opt"})
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt")
+    found = resolve("$$TRITON_MODEL_DIRECTORY/env", folder.parent)
 
     assert not covers(needs(model, found, **found.variables), elsewhere)
     assert covers(needs(model, found, **found.variables), environment / "bin")

@@ -104,8 +104,10 @@ class TestDirectories:
         assert environment == Environment(Path(sys.executable), {})
         environment.release()
 
-    def test_a_virtual_environment_runs_with_its_own_modules(self, made: Path) -> None:
-        environment = resolve(str(made), MODEL, inherited={"PATH": "/bin", "HOME": "/h"})
+    def test_a_virtual_environment_runs_with_its_own_modules(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "/bin")
+        monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+        environment = resolve(str(made), MODEL)
 
         assert environment.python == made / "bin" / "python"
         assert environment.variables == {
@@ -124,12 +126,16 @@ class TestDirectories:
 
         assert environment.python == made / "bin" / "python"
 
-    def test_a_conda_environment_gets_condas_variables(self, made: Path, tmp_path: Path) -> None:
+    def test_a_conda_environment_gets_condas_variables(
+        self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("PATH")
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
         (tmp_path / "bin").mkdir()
         (tmp_path / "conda-meta").mkdir()
         (tmp_path / "bin" / "python3").symlink_to(made / "bin" / "python")
 
-        environment = resolve(str(tmp_path), MODEL, inherited={"LD_LIBRARY_PATH": "/opt/lib"})
+        environment = resolve(str(tmp_path), MODEL)
 
         assert environment.python == tmp_path / "bin" / "python3"
         assert environment.variables == {
