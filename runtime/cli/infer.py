@@ -174,31 +174,29 @@ def _deliver(
     if options.output_dir is not None:
         folder = Path(options.output_dir)
         _write(outputs, folder / str(number) if number else folder)
-    elif options.json:
-        print(json.dumps({name: plain(array) for name, array in outputs.items()}), flush=True)
     else:
-        show_response(outputs, datatypes, number)
+        show_response(outputs, datatypes, number, as_json=options.json)
 
 
-def show_response(outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str], number: int) -> None:
-    """Print a response. `number` is that of a decoupled model's response, counted from 1, else 0."""
+def show_response(
+    outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str], number: int, *, as_json: bool
+) -> None:
+    """Print a response, each output under a line with its name, datatype and shape. `number` is as in `_deliver`."""
+    if as_json:
+        print(json.dumps({name: plain(array) for name, array in outputs.items()}), flush=True)
+        return
     if number:
         print(f"response {number}")
-    show(outputs, datatypes)
+    for name, array in outputs.items():
+        shape = ",".join(map(str, array.shape))
+        print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))
+        print(array)
     sys.stdout.flush()
 
 
 def datatypes_of(config: ModelConfig) -> dict[str, str]:
     """Return the datatypes of a model's outputs by name."""
     return {tensor.name: tensor.datatype for tensor in config.outputs}
-
-
-def show(outputs: Mapping[str, NDArray[Any]], datatypes: Mapping[str, str]) -> None:
-    """Print the outputs, each under a line with its name, datatype and shape."""
-    for name, array in outputs.items():
-        shape = ",".join(map(str, array.shape))
-        print(harmless(f"{name}  {datatypes.get(name, array.dtype)} [{shape}]"))
-        print(array)
 
 
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

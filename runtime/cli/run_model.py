@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import pdb
 import sys
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from numpy.typing import NDArray
-
-from moonpool.runtime.cli.infer import datatypes_of, plain, show_response
+from moonpool.runtime.cli.infer import datatypes_of, show_response
 from moonpool.runtime.cli.inputs import as_arrays, parse_inputs
 from moonpool.runtime.cli.shared import UsageError, logged_to
-from moonpool.runtime.model.config.model import ModelConfig
 from moonpool.runtime.process.terminal import Terminal, harmless
 
 HELP = "run a model in this process, for debugging it"
@@ -79,18 +74,12 @@ def run(options: argparse.Namespace) -> int:
                 responses = model.stream(as_arrays(values, model.config))
                 for number, response in enumerate(responses, 1):
                     place = number if model.config.decoupled else 0
-                    _print(response.check().outputs, model.config, place, as_json=options.json)
+                    outputs = response.check().outputs
+                    show_response(outputs, datatypes_of(model.config), place, as_json=options.json)
     except BdbQuit:
         Terminal(sys.stderr).line("moonpool: the debugger was quit")
         return 1
     return 0
-
-
-def _print(outputs: dict[str, NDArray[Any]], config: ModelConfig, number: int, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({name: plain(array) for name, array in outputs.items()}))
-    else:
-        show_response(outputs, datatypes_of(config), number)
 
 
 def _models(arguments: Sequence[str]) -> dict[str, str]:

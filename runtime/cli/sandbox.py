@@ -14,7 +14,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from moonpool.ipc.errors import MoonpoolError
 from moonpool.ipc.policy import BEST_EFFORT, STRICT, Policy
@@ -96,10 +95,6 @@ class Offers:
     # The mounts by which all instances of a model can write to a granted folder.
     folders: Offer
     gpus: tuple[Gpu, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
 
 
 def find_offers() -> Offers:
@@ -249,14 +244,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Not for those who only infer.
-    from moonpool.runtime.cli.sandbox import find_offers
-
     # What a model's stub would log is in what is printed.
     with logged_to(logging.NullHandler(), logging.CRITICAL):
         offers = find_offers()
     if options.json:
-        print(json.dumps(offers.as_dict(), indent=2))
+        print(json.dumps(asdict(offers), indent=2))
     else:
         terminal = Terminal(sys.stdout)
         for text, style in _lines(offers):

@@ -83,15 +83,9 @@ def hosting_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_no_hosting(options: argparse.Namespace) -> None:
     """Refuse the options that `add_hosting` added, because a server hosts the models. Raises `UsageError`."""
-    given = {
-        "--backend-directory": options.backend_directory,
-        "--sandbox": options.sandbox,
-        "--sandbox-grants": options.sandbox_grants,
-        "--model-option": options.model_option,
-    }
-    for flag, value in given.items():
-        if value:
-            raise UsageError(f"{flag} is for models in this process, not for --url")
+    for name in ("backend_directory", "sandbox", "sandbox_grants", "model_option"):
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for models in this process, not for --url")
 
 
 def _read_by(read: Callable[[str], object]) -> Callable[[str], object]:
