@@ -11,7 +11,6 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from google.protobuf.message import Message
 from moonpool.runtime.conformance.wire import WireReply
 
 EXPECTED = Path(__file__).with_name("expected.txt")
-_HEAD = "# What a tritonserver 2.51.0, its models running under Python 3.11, answered to each case.\n"
 # What other headers say is about the connection, or a server's own.
 _COMPARED = {"accept-encoding", "content-encoding", "content-type", "inference-header-content-length"}
 _ID = re.compile(r"(?:^|(?<=Converting keyword: 'parameters': ))\[request id: .*?\] ")
@@ -110,16 +108,10 @@ def _without_measures(value: Any) -> Any:
     return value
 
 
-def read_expected(file: Path = EXPECTED) -> dict[str, Any]:
+def read_expected() -> dict[str, Any]:
     """Return what a tritonserver answered, by the names of the cases."""
     answers = {}
-    for block in file.read_text(encoding="utf-8").split("\n\n")[1:]:
+    for block in EXPECTED.read_text(encoding="utf-8").split("\n\n")[1:]:
         name, _, answer = block.strip("\n").partition("\n")
         answers[ast.literal_eval(name)] = ast.literal_eval(answer)
     return answers
-
-
-def write_expected(file: Path, answers: Mapping[str, Any]) -> None:
-    """Write such answers, brought into the form of this module, as literals of Python."""
-    blocks = [f"{name!r}\n{answers[name]!r}\n" for name in sorted(answers)]
-    file.write_text("\n".join([_HEAD, *blocks]), encoding="utf-8")

@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ class Launcher:
             Word.LOGGING: self._change_log,
             Word.MODEL: self._load,
             Word.INSTANCE: self._start,
-            Word.LOST: self._lose,
-            Word.OVERDUE: self._exceed,
-            Word.RENEW: self._renew,
+            Word.LOST: partial(self._pass_on, LentInstance.lose),
+            Word.OVERDUE: partial(self._pass_on, LentInstance.exceed),
+            Word.RENEW: partial(self._pass_on, LentInstance.renew),
             Word.MEMORY: self._enlarge,
             Word.RETURNED: self._take_back,
             Word.SCRUB: self._scrub,
@@ -158,17 +159,9 @@ class Launcher:
         if not instance.start():
             self._instances.pop(number, None)
 
-    def _lose(self, number: int, generation: int, is_executing: bool, is_shortage: bool, why: str) -> None:
+    def _pass_on(self, hear: Callable[..., None], number: int, *fields: Any) -> None:
         if number in self._instances:
-            self._instances[number].lose(generation, is_executing=is_executing, is_shortage=is_shortage, why=why)
-
-    def _exceed(self, number: int, generation: int) -> None:
-        if number in self._instances:
-            self._instances[number].exceed(generation)
-
-    def _renew(self, number: int, generation: int, served: int) -> None:
-        if number in self._instances:
-            self._instances[number].renew(generation, served)
+            hear(self._instances[number], *fields)
 
     def _enlarge(self, question: int, number: int, *wanted: int) -> None:
         if number in self._instances:

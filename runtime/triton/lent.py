@@ -160,7 +160,7 @@ class LentInstance(ModelInstance):
             self._was_started.set()
         return True
 
-    def lose(self, generation: int, *, is_executing: bool, is_shortage: bool, why: str) -> None:
+    def lose(self, generation: int, is_executing: bool, is_shortage: bool, why: str) -> None:
         """Handle LOST: the stub has ended or, if `why` is not empty, has broken the protocol.
 
         With `is_shortage`, the server had no descriptor, memory or thread for the stub; `why` says which.

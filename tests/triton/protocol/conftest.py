@@ -23,6 +23,7 @@ from moonpool.runtime.conformance.asking import region as made_region
 from moonpool.runtime.conformance.cases import Case
 
 MODELS = comparing.EXPECTED.with_name("models")
+_HEAD = "# What a tritonserver 2.51.0, its models running under Python 3.11, answered to each case.\n"
 
 
 class Servers(NamedTuple):
@@ -54,7 +55,8 @@ def _answers() -> Iterator[dict[str, Any]]:
     yield answers
     if RECORDING.folder is not None:
         RECORDING.folder.mkdir(parents=True, exist_ok=True)
-        comparing.write_expected(RECORDING.folder / comparing.EXPECTED.name, answers)
+        blocks = [f"{name!r}\n{answers[name]!r}\n" for name in sorted(answers)]
+        (RECORDING.folder / comparing.EXPECTED.name).write_text("\n".join([_HEAD, *blocks]), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
