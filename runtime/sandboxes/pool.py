@@ -314,7 +314,6 @@ _ends = False
 
 
 def the_pool() -> Pool:
-    """Return the pool of this program."""
     global _pool
     pool = _pool
     if pool is None:
@@ -332,7 +331,7 @@ def close_pool() -> None:
     global _pool
     pool, _pool = _pool, None
     if pool is not None:
-        attended(lambda _: pool.close(), "moonpool-sandboxes-end", _go_on)
+        attended(lambda _: pool.close(), "moonpool-sandboxes-end", go_on)
 
 
 @atexit.register
@@ -343,7 +342,7 @@ def _end() -> None:
     close_pool()
 
 
-def _go_on() -> None:
+def go_on() -> None:
     """Take note of an interruption that cannot be obeyed: the end takes seconds."""
 
 

@@ -36,7 +36,7 @@ from moonpool.runtime.process.threads import apart
 from moonpool.runtime.repository.session_source import function_source
 from moonpool.runtime.sandboxes.cancellation import RunCancellation, RunCancelled
 from moonpool.runtime.sandboxes.functions import HostCalls, read_functions
-from moonpool.runtime.sandboxes.pool import Pool, the_pool
+from moonpool.runtime.sandboxes.pool import Pool, go_on, the_pool
 from moonpool.runtime.sandboxes.printed import Tell, shown
 from moonpool.runtime.sandboxes.settings import (
     Content,
@@ -220,7 +220,6 @@ class _Call:
         raise NotImplementedError
 
     def take(self, pool: Pool, settings: Settings, *, is_extra: bool = False) -> Worker:
-        """Take a worker from the pool."""
         return pool.take(settings, self.cancellation, is_extra=is_extra or self._depth > 0)
 
     def calls(self, most: int, here: Here) -> HostCalls | None:
@@ -448,7 +447,7 @@ class Sandbox:
             apart(step.cancellation.set)
             if step.thread == threading.get_ident():
                 return  # `on_output` calls, and the run does the rest when it ends
-        attended(lambda _: self._give_back(), "moonpool-sandbox-end", _go_on)
+        attended(lambda _: self._give_back(), "moonpool-sandbox-end", go_on)
 
     def _give_back(self) -> None:
         with self._lock:
@@ -561,10 +560,6 @@ class _Step(_Call):
         finally:
             if box._closed:  # perhaps by `on_output`, which cannot wait for this run
                 box._give_back()
-
-
-def _go_on() -> None:
-    """Take note of an interruption that cannot be obeyed: the end takes seconds."""
 
 
 def _asked(

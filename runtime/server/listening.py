@@ -115,7 +115,6 @@ def raise_limit() -> None:
 
 
 def wanted(options: ServerOptions) -> Connections:
-    """Return the limits of the options."""
     http = options.http_max_connections
     grpc = options.grpc_max_connections if options.allow_grpc else 0
     metrics = max(1, http // _PER_SCRAPER)

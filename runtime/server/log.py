@@ -165,7 +165,6 @@ class ServerLog(logging.Handler):
         return f"{head} {os.getpid()} {place}] {text}"
 
     def close(self) -> None:
-        """Close the file."""
         with self._changing:
             if self._writing.acquire(timeout=END_S):
                 try:

@@ -100,10 +100,6 @@ class Service:
             self.models, self.repository.index, self.metrics.frontends.requests, self.metrics.openai.pieces
         )
 
-    def metrics_text(self) -> str:
-        """Return all metrics as Prometheus reads them. Raises `RuntimeClosed`."""
-        return self.metrics.text()
-
     def may_lend(self, model: Model) -> bool:
         """Return whether stubs of the model may map the memory of clients."""
         return (

@@ -76,8 +76,6 @@ _OWN = frozenset(("te", "content-type", "host"))
 
 
 class CallHead(NamedTuple):
-    """The headers of a call."""
-
     method: bytes
     metadata: Metadata
     encoding: str
@@ -380,8 +378,6 @@ class Stall:
 
 
 class GrpcConnection:
-    """One client."""
-
     def __init__(self, port: Port) -> None:
         self._port = port
         self.loop = port.loop
@@ -469,7 +465,6 @@ class GrpcConnection:
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """Go on."""
         self._is_paused = False
         self.flush_soon()
 

@@ -71,7 +71,6 @@ def methods(
 
 
 def path_of(name: str) -> bytes:
-    """Return the path of the RPC of this name."""
     return f"/{SERVICE}/{name}".encode()
 
 

@@ -54,7 +54,6 @@ class Streams:
         self.backlog = Backlog(options.max_backlogs_bytes)
 
     def handle(self, call: GrpcCall) -> None:
-        """Begin a stream."""
         Stream(self._inference, call, self.backlog, self._max_backlog_bytes).begin()
 
 
@@ -387,7 +386,6 @@ class StreamRequest(LoopWaiter):
         self.end_trace()
 
     def end_trace(self) -> None:
-        """End the trace, if there is one."""
         if self.trace is not None:
             self.trace.end()
 

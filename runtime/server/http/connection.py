@@ -177,13 +177,12 @@ class HttpExchange:
 
     @property
     def limits(self) -> HttpLimits:
-        """The limits of the port."""
-        return self._connection.limits
+        return self._connection._port.limits
 
     @property
     def writing(self) -> asyncio.Lock:
         """The lock of who writes a long answer as JSON. All clients of the port share it."""
-        return self._connection.writing
+        return self._connection._port.writing
 
     @property
     def begun_ns(self) -> int:
@@ -211,7 +210,7 @@ class HttpExchange:
 
     def fail(self, status: int, text: str, headers: Headers = JSON) -> None:
         """Send an error."""
-        failure = self._connection.handler.failure(self.head, status, text, headers)
+        failure = self._connection._port.handler.failure(self.head, status, text, headers)
         self.respond(status, failure[0], (failure[1],))
 
     def begin(self, status: int, headers: Headers, length: int | None = None) -> None:
@@ -601,21 +600,6 @@ class HttpConnection:
         if self.closes:
             return b"close"
         return b"keep-alive" if head.version == "1.0" else b""
-
-    @property
-    def limits(self) -> HttpLimits:
-        """The limits of the port."""
-        return self._port.limits
-
-    @property
-    def handler(self) -> Handler:
-        """The handler of the port."""
-        return self._port.handler
-
-    @property
-    def writing(self) -> asyncio.Lock:
-        """The lock of the port for long answers."""
-        return self._port.writing
 
     def write(self, data: Part) -> None:
         """Send bytes after those that were sent before."""

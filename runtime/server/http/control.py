@@ -59,7 +59,6 @@ class Endpoints:
         return failure(400, "Model version not ready", TEXT)
 
     async def server(self, _: RouteRequest) -> RouteReply:
-        """Return the metadata of the server."""
         return reply(self._service.metadata.server_metadata())
 
     async def models(self, _: RouteRequest) -> RouteReply:
@@ -69,7 +68,6 @@ class Endpoints:
         return reply({"models": sorted({entry["name"] for entry in entries})})
 
     async def model(self, request: RouteRequest) -> RouteReply:
-        """Return the metadata of a model."""
         return reply(self._service.metadata.model_metadata(*request.model))
 
     async def config(self, request: RouteRequest) -> RouteReply:
@@ -77,7 +75,6 @@ class Endpoints:
         return reply(self._service.metadata.model_config(*request.model))
 
     async def statistics(self, request: RouteRequest) -> RouteReply:
-        """Return the statistics of a model, or of all."""
         return reply(self._service.metadata.statistics(*request.model))
 
     # Models
@@ -107,7 +104,6 @@ class Endpoints:
         return _DONE
 
     async def unload(self, request: RouteRequest) -> RouteReply:
-        """Unload a model."""
         _check_repository(request)
         try:
             parameters = _object(await request.json(empty={})).get("parameters")
@@ -125,7 +121,6 @@ class Endpoints:
         return reply(self._service.shared_memory.status(request.parts.get("region", "")))
 
     async def system_register(self, request: RouteRequest) -> RouteReply:
-        """Register a region."""
         body = await request.json()
         key, size_bytes = member(body, "key", str), member(body, "byte_size", int)
         for field, value in (("key", key), ("byte_size", size_bytes)):
@@ -192,7 +187,7 @@ class Endpoints:
 
     async def metrics(self, _: RouteRequest) -> RouteReply:
         """Return the metrics in Prometheus's form."""
-        text = await self._elsewhere(self._service.metrics_text)
+        text = await self._elsewhere(self._service.metrics.text)
         return RouteReply(200, _UTF8, text.encode())
 
 
@@ -241,7 +236,6 @@ def control_routes(service: Service, executor: Executor) -> list[Route]:
 
 
 def metrics_routes(service: Service, executor: Executor) -> list[Route]:
-    """Return the routes of the port for metrics."""
     return [_route("/metrics", TEXT, GET=Endpoints(service, executor).metrics)]
 
 

@@ -205,8 +205,6 @@ def header_of(head: Head) -> Callable[[str], str | None]:
 
 
 class MetricsHandler:
-    """The handler of the port for metrics."""
-
     def __init__(self, routes: RouteTable, origins: Origins) -> None:
         self._routes = routes
         self._origins = origins

@@ -139,8 +139,6 @@ class HttpInference(call.Inference):
 
 
 class HttpInferCall(call.InferCall):
-    """One request."""
-
     __slots__ = ("_exchange", "_target")
     _inference: HttpInference
     plan: HttpRequestPlan

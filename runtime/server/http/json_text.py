@@ -243,7 +243,6 @@ class _Reader:
         return self._has_lists
 
     def _has(self, at: int, sign: int) -> bool:
-        """Return True if a place has this sign."""
         return at < self._end and self._text[at] == sign
 
     def _behind(self, at: int, sign: int) -> int:

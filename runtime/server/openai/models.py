@@ -20,8 +20,7 @@ from moonpool.ipc.errors import MoonpoolError
 from moonpool.runtime.errors import InvalidRequest, ModelNotFound
 from moonpool.runtime.model.config.model import name_problem
 from moonpool.runtime.server.http.head import JSON
-from moonpool.runtime.server.http.json_text import dumps
-from moonpool.runtime.server.http.routes import RouteReply, RouteRequest
+from moonpool.runtime.server.http.routes import RouteReply, RouteRequest, reply
 from moonpool.runtime.server.openai.asking import ModelAsker
 from moonpool.runtime.server.openai.errors import NoSuchModel
 from moonpool.runtime.server.service import Service
@@ -51,7 +50,7 @@ class OpenAIModels:
     async def list(self, _: RouteRequest) -> RouteReply:
         """List the models that are served."""
         names = sorted({hosted.model.name for hosted in self._service.models.served()})
-        return _reply({"object": "list", "data": [self._shown(name) for name in names]})
+        return reply({"object": "list", "data": [self._shown(name) for name in names]})
 
     async def show(self, request: RouteRequest) -> RouteReply:
         """Describe a model, or a version of it."""
@@ -60,7 +59,7 @@ class OpenAIModels:
             self._asker.find(name)
         except ModelNotFound:
             raise NoSuchModel(name, status=HTTPStatus.NOT_FOUND) from None
-        return _reply(self._shown(name))
+        return reply(self._shown(name))
 
     async def load(self, request: RouteRequest) -> RouteReply:
         """Load a model that is not loaded, and answer when it is ready."""
@@ -69,7 +68,7 @@ class OpenAIModels:
             if self._service.models.versions(name):
                 raise InvalidRequest(f"Model '{name}' is already loaded")
             await self._elsewhere(self._service.repository.load, name)
-        return _reply(self._shown(name))
+        return reply(self._shown(name))
 
     async def unload(self, request: RouteRequest) -> RouteReply:
         """Unload a model that is loaded, and answer when the requests that are in it are finished."""
@@ -79,7 +78,7 @@ class OpenAIModels:
                 await self._elsewhere(self._service.repository.unload_patiently, name)
             except ModelNotFound:
                 raise NoSuchModel(name) from None
-        return _reply({"status": "success", "model": name})
+        return reply({"status": "success", "model": name})
 
     async def ready(self, _: RouteRequest) -> RouteReply:
         """Tell whether the server takes requests."""
@@ -109,7 +108,3 @@ class OpenAIModels:
 def _name_in(request: RouteRequest) -> str:
     """Return the name in a path. Clients of this API write it with percent signs where it has other characters."""
     return unquote(request.parts["model"])
-
-
-def _reply(value: object) -> RouteReply:
-    return RouteReply(200, JSON, dumps(value))

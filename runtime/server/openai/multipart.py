@@ -30,8 +30,6 @@ _AS_IT_IS = ("binary", "8bit", "7bit")
 
 
 class FormFile(NamedTuple):
-    """A file in a form."""
-
     name: str
     """The name that the client gave for it; "" if it gave none."""
     content: memoryview

@@ -57,7 +57,6 @@ class OpenAIEndpoints:
         self._models = OpenAIModels(service, self._asker, executor)
 
     def routes(self) -> list[Route]:
-        """Return the routes of all endpoints."""
         models = self._models
         return [
             Route("/v1/models", {"GET": answered(models.list)}),

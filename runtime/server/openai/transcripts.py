@@ -95,8 +95,6 @@ class _Transcript:
 
 
 class _TranscriptWriter:
-    """Makes the events of a transcript."""
-
     def __init__(self, transcript: _Transcript) -> None:
         self._transcript = transcript
 

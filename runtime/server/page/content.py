@@ -19,7 +19,6 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 def page() -> tuple[Headers, bytes]:
-    """Return the headers and the body of the page."""
     text = _FILE.read_text()
     policy = (b"Content-Security-Policy", _policy(text).encode())
     return (policy, *_HEADERS), text.encode()

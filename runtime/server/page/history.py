@@ -80,7 +80,6 @@ class _Series:
         self.samples: deque[_Sample] = deque(maxlen=SAMPLES)
 
     def take(self, counts: _Counts, queued: int) -> None:
-        """Take a sample."""
         came = counts.since(self.counts[-1])
         self.counts.append(counts)
         latency_us = came.success_ns // came.success // 1000 if came.success else None

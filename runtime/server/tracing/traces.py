@@ -471,7 +471,6 @@ class TraceFile:
             file.close()
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._give_up_file()
 

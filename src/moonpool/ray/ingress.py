@@ -79,7 +79,6 @@ class RawMessage:
         self._data = data
 
     def SerializeToString(self) -> bytes:  # noqa: N802 - the name that Ray calls
-        """Return the bytes."""
         return self._data
 
 

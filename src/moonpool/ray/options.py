@@ -110,7 +110,6 @@ class Prepared(NamedTuple):
         return sum(group.count * max(1, len(group.gpus)) for group in self.config.instance_groups)
 
     def traits(self, deployment: str, *, is_packed: bool = False) -> Traits:
-        """Return the traits of the model in this deployment."""
         return Traits(
             deployment,
             is_packed,

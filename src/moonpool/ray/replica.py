@@ -124,7 +124,6 @@ class Replica:
             await self._packed(name)
 
     async def load_packed(self, name: str) -> None:
-        """Load a model in a packed replica."""
         async with self._changing:
             await self._load(name)
 
@@ -140,7 +139,6 @@ class Replica:
         *,
         sequence: str = "",  # noqa: ARG002 - for the router
     ) -> ModelAnswer | Failure:
-        """Answer one request."""
         name, inputs, version, timeout_s, options = asked
         try:
             await self._have(name)
@@ -249,7 +247,6 @@ class Replica:
         }
 
     async def process(self) -> int:
-        """Return the process of this replica."""
         return os.getpid()
 
     @cached_property
@@ -337,7 +334,6 @@ class _MetricsExport:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """End."""
         if self._task is not None:
             self._task.cancel()
 

@@ -33,8 +33,6 @@ _MOST_OPEN, _MOST_WAITING = 256, 16
 
 
 class RpcStream:
-    """One stream of a client."""
-
     def __init__(
         self, read: Callable[[bytes], tuple[str, str]], models: Mapping[str, ModelHandle], metadata: Metadata
     ) -> None:
@@ -115,7 +113,6 @@ class RpcStream:
             del self._sequences[key]
 
     def _end(self, status: RpcReply) -> None:
-        """End the stream with an error."""
         self.status = status
         while not self._answers.empty():
             self._answers.get_nowait()

@@ -399,7 +399,7 @@ def test_metrics_count_pieces_and_tokens() -> None:
     with started() as serving:
         serving.post(CHAT, chat("one two three"))
         serving.post(CHAT, chat("counts", stream=True))
-        text = serving.service.metrics_text()
+        text = serving.service.metrics.text()
 
         found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("moonpool_openai"))
         of = '{model="writer"}'
@@ -412,4 +412,4 @@ def test_metrics_count_pieces_and_tokens() -> None:
         assert {kind: float(count) for kind, count in tokens.items()} == {"prompt": 3, "completion": 2}
 
         serving.runtime.unload("writer")
-        assert "moonpool_openai_tokens_total{" not in serving.service.metrics_text()
+        assert "moonpool_openai_tokens_total{" not in serving.service.metrics.text()
