@@ -38,7 +38,7 @@ WINDOW = 5
 
 
 class _Counts(NamedTuple):
-    """What is counted until a moment, or between two."""
+    """Has what is counted until a moment, or between two."""
 
     at_ns: int
     success: int = 0
@@ -70,7 +70,7 @@ class _Sample(NamedTuple):
 
 
 class _Series:
-    """One model version, or all clients: the samples for plots, and the last counts, of which present rates are made."""
+    """One model version, or all clients: the samples for plots, and the last counts, for present rates."""
 
     def __init__(self, source: object, bounds_ns: Sequence[int], begin: _Counts) -> None:
         """`source` is what counts. One that is new begins another series."""
