@@ -167,7 +167,7 @@ def _array_in(arrays: NpzFile, name: str) -> NDArray[Any]:
     """Return an array of a file. numpy returns the bytes of what is in the file and is no array."""
     array = arrays[name]
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"'{name}' is no array")
+        raise ValueError(f"'{name}' is not an array")
     return array
 
 
@@ -206,7 +206,7 @@ def _of_json(
         ]
         wanted = expected[number] if expected else {}
         if not isinstance(wanted, dict):
-            raise BadData(f"{path}: an entry of `validation_data` is no object")
+            raise BadData(f"{path}: an entry of `validation_data` is not an object")
         outputs = {name: _expected(name, value, where) for name, value in wanted.items()}
         requests.append(RequestData(mine, outputs))
     return requests
@@ -220,7 +220,7 @@ def _entries(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     entries = _flat(found["data"])
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            raise BadData(f"{path}, entry {number} is no object")
+            raise BadData(f"{path}, entry {number} is not an object")
     return found, entries
 
 
@@ -250,7 +250,7 @@ def openai_mix(endpoint: str, model: str, specs: Sequence[str], values: Mapping[
         try:
             body = json.dumps({"model": model, **OPENAI[endpoint][1], **values, **fields, **always}).encode()
         except (TypeError, ValueError) as error:
-            raise BadData(f"a field of a request to OpenAI's API is no JSON: {error}") from error
+            raise BadData(f"a field of a request to OpenAI's API is not JSON: {error}") from error
         array = np.empty(1, object)
         array[0] = body
         return RequestData([QuestionTensor.of(endpoint, "BYTES", array)])
@@ -262,7 +262,7 @@ def openai_mix(endpoint: str, model: str, specs: Sequence[str], values: Mapping[
 
 def _flat(entries: object) -> list[Any]:
     if not isinstance(entries, list):
-        raise BadData("`validation_data` is no list")
+        raise BadData("`validation_data` is not a list")
     return [each for entry in entries for each in (entry if isinstance(entry, list) else [entry])]
 
 
@@ -311,7 +311,7 @@ def _expected(name: str, value: Any, where: str) -> NDArray[Any]:
         if array.dtype.kind not in "biufO" or content is None:
             raise ValueError(f"{content!r:.60}")
     except (ValueError, TypeError) as error:
-        raise BadData(f"{where}: expected output '{name}' is no array: {error}") from error
+        raise BadData(f"{where}: expected output '{name}' is not an array: {error}") from error
     return array
 
 
@@ -341,7 +341,7 @@ def read_capture(path: Path, model: str, speed: float) -> tuple[DataMix, Schedul
                 raise
             if number == 1:
                 if entry.get("format") != CAPTURE_FORMAT:
-                    raise BadData(f"{path} is no capture of this version: its format is {entry.get('format')!r}")
+                    raise BadData(f"{path} is not a capture of this version: its format is {entry.get('format')!r}")
                 continue
             if entry.get("model") != model:
                 continue
@@ -382,5 +382,5 @@ def _request_of(entry: Mapping[str, Any], where: str) -> RequestData:
     except BadData:
         raise
     except (LookupError, TypeError, ValueError, OverflowError, MoonpoolError) as error:
-        raise BadData(f"{where} is no captured request: {error}") from error
+        raise BadData(f"{where} is not a captured request: {error}") from error
     return RequestData(tensors)

@@ -31,7 +31,7 @@ def seconds_of(text: str, unit: str = "s") -> float:
     """Read a time such as `20ms`; a number alone is in `unit`. Raises `BadLoad`."""
     found = _TIME.fullmatch(text.strip())
     if found is None:
-        raise BadLoad(f"{text!r} is no time such as 250us, 20ms or 10s")
+        raise BadLoad(f"{text!r} is not a time such as 250us, 20ms or 10s")
     return float(found[1]) * _UNITS[found[2] or unit]
 
 
@@ -42,7 +42,7 @@ def share_of(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 < share <= 1:
-        raise BadLoad(f"{text!r} is no share such as 5% or 0.05")
+        raise BadLoad(f"{text!r} is not a share such as 5% or 0.05")
     return share
 
 

@@ -100,7 +100,7 @@ class ResourceMeter:
         if self._metrics_url is None:
             return {}
         if urlsplit(self._metrics_url).scheme not in ("http", "https"):
-            raise NoMetrics(f"{self._metrics_url!r} is no http:// address of metrics")
+            raise NoMetrics(f"{self._metrics_url!r} is not an http:// address of metrics")
         try:
             with urlopen(self._metrics_url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(_MOST_BYTES).decode("utf-8", "replace")

@@ -304,13 +304,13 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BadResult(str(error)) from error
     if not isinstance(found.get("series"), list):
-        raise BadResult(f"{path} is no result of `moonpool bench`: it has no `series`")
+        raise BadResult(f"{path} is not a result of `moonpool bench`: it has no `series`")
     if found.get("format") != FORMAT:
         raise BadResult(
             f"{path} is of format {found.get('format')!r}, and this version reads {FORMAT}; measure it anew"
         )
     if missing := _missing(found):
-        raise BadResult(f"{path} is no result of `moonpool bench`: {missing}; measure it anew")
+        raise BadResult(f"{path} is not a result of `moonpool bench`: {missing}; measure it anew")
     return found
 
 
@@ -321,9 +321,9 @@ def _missing(found: Mapping[str, Any]) -> str | None:
         if not isinstance(found.get(name), kind):
             return f"it has no `{name}`"
     if not all(isinstance(each, list) and each for each in found["inputs"].values()):
-        return "an entry of `inputs` is no list"
+        return "an entry of `inputs` is not a list"
     if not isinstance(found.get("configuration_fields", {}), dict | None):
-        return "`configuration_fields` is no object"
+        return "`configuration_fields` is not an object"
     for point in found["series"]:
         lacking = [name for name in _NEEDED if not isinstance(point, dict) or name not in point]
         if lacking:

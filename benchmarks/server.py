@@ -274,7 +274,7 @@ class MeasuredServer:
         if pid is None:
             pid = local_pid(self._client.overview(), self._endpoint.port)
         if pid is None:
-            raise Refused(f"{self.where} is no moonpool server on this machine: give --server-pid")
+            raise Refused(f"{self.where} is not a moonpool server on this machine: give --server-pid")
         root = pid
         self._meter = ResourceMeter(lambda: [root], metrics_url)
 
@@ -288,7 +288,7 @@ class MeasuredServer:
             return triton_stubs(self._server_pid or 0, self._model)
         root = local_pid(self._client.overview(), self._endpoint.port)
         if root is None:
-            raise Refused(f"{self.where} is no moonpool server that this process may see")
+            raise Refused(f"{self.where} is not a moonpool server that this process may see")
         its = set(with_descendants([root]))
         its.discard(root)
         told = self._client.instance_pids(self._model, self._version)

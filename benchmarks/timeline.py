@@ -77,7 +77,7 @@ def read_traces(path: Path) -> list[ServerTrace]:
             for mark in row.get("timestamps", ()):
                 times.setdefault(number, {})[mark["name"]] = int(mark["ns"])
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise NoTraces(f"{path} is no file of Triton's traces: {error!r:.100}") from error
+        raise NoTraces(f"{path} is not a file of Triton's traces: {error!r:.100}") from error
     return [
         ServerTrace(model, _times_of(times[number]), is_child)
         for number, (model, is_child) in models.items()

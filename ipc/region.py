@@ -106,7 +106,7 @@ class SharedRegion(Region):
             size = os.fstat(fd).st_size
         except OSError as error:
             os.close(fd)
-            raise RemoteProtocolError(f"region {region_id} is no memfd: {error}") from error
+            raise RemoteProtocolError(f"region {region_id} is not a memfd: {error}") from error
         if seals & _SEALS != _SEALS or size != size_bytes:
             os.close(fd)
             raise RemoteProtocolError(

@@ -60,7 +60,7 @@ class _Dtypes(dict[int, "np.dtype[np.generic]"]):
             return self[BF16]
         if code == BYTES:
             raise BadTensor("BYTES elements have no fixed size, so there is no dtype to view them by")
-        raise BadTensor(f"{code!r} is no datatype code; codes run from 1 (BOOL) to {BF16} (BF16)")
+        raise BadTensor(f"{code!r} is not a datatype code; codes run from 1 (BOOL) to {BF16} (BF16)")
 
 
 def _bfloat16() -> np.dtype[np.generic]:

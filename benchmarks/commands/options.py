@@ -198,7 +198,7 @@ def _add_observation(group: argparse._ArgumentGroup) -> None:
             "--resources": "measure processor time and memory of the model's and the server's processes, on this "
             "machine",
             "--server-pid PID": "with --url, for --resources and faults: the server's process on this machine, if it "
-            "is no moonpool server",
+            "is not a moonpool server",
             "--metrics-url URL": "with --resources: the address of the server's metrics, for figures of GPUs: "
             "http://HOST:8002/metrics",
             "--kill-every TIME": "kill an instance of the model every so often, as 10s: in this process, or of a "

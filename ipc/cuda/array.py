@@ -303,7 +303,7 @@ def _of_interface(interface: dict[str, Any], source: object) -> DeviceArray | No
     datatype = code_of(dtype)
     _check_strides(interface.get("strides"), shape, dtype.itemsize)
     if interface.get("mask") is not None:
-        raise BadTensor("an array with a mask is no tensor")
+        raise BadTensor("an array with a mask is not a tensor")
     address, is_read_only = interface["data"]
     size = size_bytes(datatype, shape)
     here = device_of(int(address)) if size else device(0)

@@ -247,7 +247,7 @@ class DeviceRegion(Region):
                 mapping = _open_legacy(device, size_bytes, handle) if handle else _import(device, size_bytes, fd)
         except (CudaError, ValueError) as error:
             raise RemoteProtocolError(
-                f"region {region_id} is no memory of {size_bytes} bytes on device {device.ordinal}: {error}"
+                f"region {region_id} is not memory of {size_bytes} bytes on device {device.ordinal}: {error}"
             ) from error
         finally:
             if fd >= 0:

@@ -79,7 +79,7 @@ def _from_json(name: str, text: str) -> object:
     try:
         return parsed_json(text)
     except ValueError as error:
-        raise UsageError(f"--input {name}: {text!r} is no JSON: {error}") from error
+        raise UsageError(f"--input {name}: {text!r} is not JSON: {error}") from error
 
 
 def as_arrays(values: Mapping[str, object], config: TakesInputs) -> dict[str, NDArray[Any]]:

@@ -122,7 +122,7 @@ def _read(path: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8: {error}") from None
+        raise UsageError(f"{path} is not UTF-8: {error}") from None
 
 
 def _file(argument: str) -> tuple[str, Path]:

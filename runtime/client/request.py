@@ -99,7 +99,7 @@ class Endpoint(NamedTuple):
             parts = urlsplit(text)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise BadAddress(f"{text!r} is no address: {error}") from error
+            raise BadAddress(f"{text!r} is not an address: {error}") from error
         if parts.scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment:
             raise BadAddress(f"{text!r} must be http://HOST:PORT or grpc://HOST:PORT, or the same with https or grpcs")
         path = parts.path.rstrip("/")

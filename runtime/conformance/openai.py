@@ -159,7 +159,7 @@ def _wrong(extension: str, ask: Callable[..., Http], needed: str) -> Iterator[_Q
     for name, changes, status in (
         ("no model", {"model": ...}, (400, 422)),
         ("an unknown model", {"model": "there-is-none"}, (404,)),
-        ("a model that is no text", {"model": 3}, (400, 422)),
+        ("a model that is not a text", {"model": 3}, (400, 422)),
         (f"no {needed}", {needed: ...}, (400, 422)),
         (f"{needed} is an object", {needed: {}}, (400, 422)),
     ):
@@ -321,5 +321,5 @@ def _events(body: bytes) -> list[Any]:
     # Lines that begin with a colon are comments.
     lines = [line for event in events for line in event.splitlines() if not line.startswith(":")]
     if any(not line.startswith("data: ") for line in lines):
-        raise ValueError("a line that is no data")
+        raise ValueError("a line that is not data")
     return [parsed_json(line.removeprefix("data: ").encode()) for line in lines]

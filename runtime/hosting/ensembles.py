@@ -155,7 +155,7 @@ def _ask_in_turn(members: Iterator[HostedModel], answer: Answer) -> None:
 def scheduling_of(config: ModelConfig) -> EnsembleScheduling:
     """Return the steps of an ensemble. Raises `BackendError` if the model is not an ensemble."""
     if config.ensemble is None:
-        raise BackendError(f"model '{config.name}' is no ensemble")
+        raise BackendError(f"model '{config.name}' is not an ensemble")
     return config.ensemble
 
 

@@ -183,7 +183,7 @@ def wanted_of(
     except ValueError as error:
         raise RepositoryError(f"Invalid config override: {error}") from error
     if not isinstance(parsed, dict):
-        raise RepositoryError("Invalid config override: it is no JSON object")
+        raise RepositoryError("Invalid config override: it is not a JSON object")
     own_name = parsed.get("name") or name
     if own_name != name:
         what = f"unexpected directory name '{name}' for model '{own_name!s:.80}'"

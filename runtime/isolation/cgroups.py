@@ -59,7 +59,7 @@ def find_place(proc: Path = Path("/proc"), variable: str | None = None) -> Cgrou
     if variable:
         path = Path(variable)
         if not _is_group(path):
-            raise NotDelegated(f"{VARIABLE} names {variable}, which is no group of cgroup v2")
+            raise NotDelegated(f"{VARIABLE} names {variable}, which is not a group of cgroup v2")
     else:
         path, is_top = _own_group(proc)
         _check_ours(path, is_top=is_top)

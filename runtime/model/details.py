@@ -107,7 +107,7 @@ def _text(name: str, value: object, length: int) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} is no Unicode text: {error}") from error
+        raise InvalidRequest(f"{name} is not Unicode text: {error}") from error
     return str(value)
 
 

@@ -374,9 +374,9 @@ class _Embedding:
         try:
             row = np.array(value_of(only_string(response, _TEXT_OUTPUT, model), model), np.float32)
         except (ValueError, TypeError, OverflowError):
-            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers") from None
+            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is not a list of numbers") from None
         if row.ndim != 1 or not row.size:
-            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is no list of numbers")
+            raise ModelError(f"the output '{_TEXT_OUTPUT}' of model '{model}' is not a list of numbers")
         if _TOKENS_IN not in response.outputs:
             return row.reshape(1, -1), None
         tokens = _count(response, _TOKENS_IN, model)

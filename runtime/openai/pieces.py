@@ -98,7 +98,7 @@ def object_of(raw: memoryview, model: str) -> dict[str, Any]:
     """Return the fields of a piece. Raises `ModelError`."""
     fields = value_of(raw, model)
     if type(fields) is not dict:
-        raise _bad(model, "it is no object")
+        raise _bad(model, "it is not an object")
     return fields
 
 
@@ -111,7 +111,7 @@ def value_of(raw: bytes | memoryview, model: str) -> Any:
     try:
         return parsed_json(data)
     except ValueError as error:
-        raise _bad(model, f"it is no JSON: {error}") from None
+        raise _bad(model, f"it is not JSON: {error}") from None
 
 
 def check_size(size_bytes: int, model: str) -> None:

@@ -40,7 +40,7 @@ def start_failure(python: str, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"the interpreter {python} is not executable for this user; check its permissions"
     if error.errno == errno.ENOEXEC:
-        return f"{python} is no program for this machine; check EXECUTION_ENV_PATH"
+        return f"{python} is not a program for this machine; check EXECUTION_ENV_PATH"
     return f"the interpreter {python} cannot be started: {error.strerror or error}{remedy(error)}"
 
 

@@ -219,7 +219,7 @@ def parsed_object(text: str | bytes, subject: str) -> dict[str, Any]:
     try:
         found = parsed_json(text)
     except ValueError as error:
-        raise ValueError(f"{subject} is no JSON: {error}") from error
+        raise ValueError(f"{subject} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{subject} is no JSON object")
+        raise ValueError(f"{subject} is not a JSON object")
     return found

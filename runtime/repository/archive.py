@@ -181,7 +181,7 @@ class Unpacker:
         target = _relative(member.link)
         if self._kinds.get(target) != "file" or target == name:
             link = f"'{member.name}' links to '{member.link}'"
-            raise BadEnvironment(f"{link}, which is no file that came before it")
+            raise BadEnvironment(f"{link}, which is not a file that came before it")
         return target
 
 

@@ -148,7 +148,7 @@ def _entry(file: str, scheme: str, url: str) -> Any:
     except OSError as error:
         _refuse(f"{CREDENTIAL_FILE} names {file}, which cannot be read: {error.strerror}")
     except ValueError:
-        _refuse(f"{CREDENTIAL_FILE} names {file}, which is no JSON")
+        _refuse(f"{CREDENTIAL_FILE} names {file}, which is not JSON")
     section = "as" if scheme == "az" else scheme
     entries = found.get(section, {}) if isinstance(found, dict) else None
     if not isinstance(entries, dict):

@@ -146,7 +146,7 @@ def _interpreter(root: Path, shown: Path) -> Path:
         if os.path.isfile(python) and os.access(python, os.X_OK):
             return python
         if os.path.exists(python):
-            raise BadEnvironment(f"the environment {shown}: bin/{name} is no program")
+            raise BadEnvironment(f"the environment {shown}: bin/{name} is not a program")
         if os.path.islink(python):
             raise BadEnvironment(
                 f"the environment {shown}: bin/{name} leads to {os.path.realpath(python)}, which is"

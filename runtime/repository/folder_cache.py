@@ -204,7 +204,7 @@ class FolderCache:
             except FileNotFoundError:
                 return None
             if not stat.S_ISDIR(mode):
-                raise self.refusal(f"{path}, in the cache of {self.contents}, is no directory: remove it")
+                raise self.refusal(f"{path}, in the cache of {self.contents}, is not a directory: remove it")
             os.utime(descriptor)
             held.pop_all()
         return FolderLease(path, descriptor)

@@ -184,7 +184,7 @@ class _Description:
         try:
             found = bounded_json(text, _MOST_VALUES)
         except ValueError as error:
-            raise self._refusal(f"{path} is no JSON: {error}") from None
+            raise self._refusal(f"{path} is not JSON: {error}") from None
         if not isinstance(found, list if path == _MODULES else dict):
             raise self._refusal(f"{path} holds no {'list' if path == _MODULES else 'object'}")
         return found
@@ -260,7 +260,7 @@ class _Description:
         suffix = ".bin" if index == _PICKLE_INDEX else ".safetensors"
         for name in sorted(names):
             if not _SHARD.fullmatch(name) or not name.endswith(suffix) or name not in self._files:
-                raise self._refusal(f"{index} names {name!r:.100}, which is no file with weights in this folder")
+                raise self._refusal(f"{index} names {name!r:.100}, which is not a file with weights in this folder")
         if not names:
             raise self._refusal(f"{index} names no files")
         return sorted(names)

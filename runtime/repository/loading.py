@@ -51,7 +51,7 @@ from moonpool.runtime.repository.repository import (
 )
 from moonpool.runtime.repository.session_source import source_of
 
-_NO_SOURCE = "model '{}': a {} is no source of a model: give a directory, an address, a file, a class or a function"
+_NO_SOURCE = "model '{}': a {} is not a source of a model: give a directory, an address, a file, a class or a function"
 # Returns the file that serves all models of a backend; None if each model has its own.
 Locate = Callable[[ModelConfig], Path | None]
 

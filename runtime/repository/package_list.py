@@ -177,7 +177,7 @@ def _checked(line: str) -> str:
     name = _NAME.match(requirement)
     is_one_line = _LINE.fullmatch(line) is not None
     if name is None or not is_one_line or not _REQUIREMENT.fullmatch(requirement):
-        raise BadEnvironment(f"{shown!r} is no name of a package with versions")
+        raise BadEnvironment(f"{shown!r} is not the name of a package with versions")
     if _ARCHIVE.fullmatch(name[0]):
         raise BadEnvironment(f"{shown!r} is the name of a file, and a list has names of packages")
     if others := [each for each in options if not _HASH.fullmatch(each)]:

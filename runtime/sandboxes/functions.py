@@ -40,7 +40,7 @@ def read_functions(
         if not callable(function):
             OF_RUNTIME.refuse(f"functions[{name}]", "a function", function)
         if inspect.iscoroutinefunction(function):
-            OF_RUNTIME.refuse(f"functions[{name}]", "a function that is no coroutine", function)
+            OF_RUNTIME.refuse(f"functions[{name}]", "a function that is not a coroutine", function)
     return found
 
 
@@ -57,10 +57,10 @@ class HostCalls:
     def answer(self, call: Any) -> values.Written:
         """Make a call, and return what the source gets of it. Raises `RemoteProtocolError`, `Abandoned`."""
         if not isinstance(call, list) or len(call) != 3:
-            raise RemoteProtocolError("a packet that is no call")
+            raise RemoteProtocolError("a packet that is not a call")
         name, arguments, named = call
         if not isinstance(name, str) or not isinstance(arguments, list) or not isinstance(named, dict):
-            raise RemoteProtocolError("a packet that is no call")
+            raise RemoteProtocolError("a packet that is not a call")
         if not all(isinstance(key, str) for key in named):
             raise RemoteProtocolError("a call with arguments of no name")
         self.count += 1

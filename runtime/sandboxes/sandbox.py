@@ -620,11 +620,11 @@ def _result(
             error = _check_answer(found)
             answer = found
         except RemoteProtocolError as broken:
-            error = RunError("BrokenAnswer", f"the process sent something that is no answer: {broken}")
+            error = RunError("BrokenAnswer", f"the process sent something that is not an answer: {broken}")
     elif ended.why == "timeout":
         error = RunError("TimedOut", f"it did not end within {timeout_s:g} s and was killed", limit="timeout_s")
     elif ended.why == "mute":
-        error = RunError("BrokenAnswer", "the process closed its channel, or sent something that is no answer")
+        error = RunError("BrokenAnswer", "the process closed its channel, or sent something that is not an answer")
     elif was_killed():
         error = RunError("Closed", "the sandbox was closed, or the process from which it was forked has ended")
     else:
@@ -675,7 +675,7 @@ def _check_answer(answer: object) -> RunError | None:
     if not isinstance(error, dict) or error.keys() != {"type", "message", "traceback", "limit"}:
         raise RemoteProtocolError("an error with other fields")
     if not all(isinstance(text, str) for text in error.values()):
-        raise RemoteProtocolError("an error that is no text")
+        raise RemoteProtocolError("an error that is not a text")
     limit = error["limit"] if error["limit"] in _LIMITS else ""
     kind, message, traceback = (shown(error[name][:_MOST_TEXT]) for name in ("type", "message", "traceback"))
     return RunError(kind[:200], message, traceback, limit)

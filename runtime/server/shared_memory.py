@@ -160,7 +160,9 @@ class SystemSharedMemory:
     def _open(self, name: str, key: str) -> int:
         """Open the object, without following symbolic links."""
         if not _KEY.fullmatch(key):
-            raise SharedMemoryError(f"shared memory region '{name}': {key!r:.80} is no name of a shared memory object")
+            raise SharedMemoryError(
+                f"shared memory region '{name}': {key!r:.80} is not the name of a shared memory object"
+            )
         try:
             # As shm_open of the C library does.
             fd = os.open(f"/dev/shm/{key.removeprefix('/')}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -452,7 +452,7 @@ def _child(pid: int, parent_pid: int) -> tuple[int, int]:
     parent, inside = _parent_and_number(pid)
     if parent != parent_pid:
         os.close(pidfd)
-        raise ForkFailed(f"answered with process {pid}, which is no child of it")
+        raise ForkFailed(f"answered with process {pid}, which is not a child of it")
     return pidfd, inside
 
 

@@ -53,11 +53,11 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        (b"{", "is no JSON"),
-        (b"\xff", "is no JSON"),
-        ([], "is no JSON object"),
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        ([], "is not a JSON object"),
         ({"data": []}, "has no requests"),
-        ({"data": [5]}, "is no object"),
+        ({"data": [5]}, "is not an object"),
         ({"data": [{}]}, "lacks input 'X'"),
         ({"data": [{"X": [1, 2], "Y": [1]}]}, "has no input 'Y'"),
         ({"data": [{"X": [1, 2, 3]}]}, "not as given"),
@@ -68,7 +68,7 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
         ({"data": [{"X": {"b64": "AA=="}}]}, "not as given"),
         ({"data": [{"X": None}]}, "not as given"),
         ({"data": [{"X": [1, 2]}], "validation_data": [{}, {}]}, "`validation_data` 2"),
-        ({"data": [{"X": [1, 2]}], "validation_data": {}}, "is no list"),
+        ({"data": [{"X": [1, 2]}], "validation_data": {}}, "is not a list"),
         ({"data": [{"X": [1, 2]}], "validation_data": [{"Y": None}]}, "no array"),
     ],
 )
@@ -129,7 +129,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         mix(file)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("X.npy", b"no array")
-    with pytest.raises(BadData, match="'X' is no array"):
+    with pytest.raises(BadData, match="'X' is not an array"):
         mix(file)
     file.write_bytes(b"no zip")
     with pytest.raises(BadData, match=r"no \.npz file"):
@@ -143,10 +143,10 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
-        (["{"], "is no JSON"),
+        (["{"], "is not JSON"),
         (["{}"], "its format is None"),
         (['{"format": 1}'], "no request to model 'm'"),
-        (['{"format": 1}', "5", "{}"], "is no JSON object"),
+        (['{"format": 1}', "5", "{}"], "is not a JSON object"),
         (['{"format": 1}', '{"model": "m", "at_s": 0}'], "no captured request"),
         (['{"format": 1}', '{"model": "m", "inputs": []}'], "no time"),
         (

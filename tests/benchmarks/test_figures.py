@@ -176,9 +176,9 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[" * 200_000, "nested too deeply"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"series": [], "format": 99}', "is of format 99"),
         ('{"series": [], "format": 1}', "it has no `model`"),
         (

@@ -175,7 +175,7 @@ def test_a_file_that_has_no_traces_is_refused(tmp_path: Path, text: str) -> None
     path = tmp_path / "traces"
     path.write_text(text)
 
-    with pytest.raises(NoTraces, match="is no file of Triton's traces"):
+    with pytest.raises(NoTraces, match="is not a file of Triton's traces"):
         read_traces(path)
 
 

@@ -38,7 +38,7 @@ X = np.arange(24, dtype=np.float32)
 
 
 REFUSED: dict[str, tuple[Mapping[Any, Any], str]] = {
-    "a name that is no text": ({"A": A, "B": B, 7: A}, "unexpected inference input '7'"),
+    "a name that is not a text": ({"A": A, "B": B, 7: A}, "unexpected inference input '7'"),
     "None": ({"A": A, "B": None}, "input 'B' for model 'pair' is None"),
     "None for an optional input": ({"A": A, "B": B, "C": None}, "input 'C' for model 'pair' is None"),
     "text that is no Unicode": ({"A": A, "B": B, "C": np.array([["\ud800"], ["x"]], object)}, "(model 'pair')"),
@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[Mapping[Any, Any], str]] = {
         {"A": A, "B": B[:1]},
         "input 'B' batch size does not match other inputs for 'pair': 1 and 2",
     ),
-    "something that is no array": (
+    "something that is not an array": (
         {"A": object(), "B": B},
         "input 'A' for model 'pair' must be a numpy array, not object",
     ),

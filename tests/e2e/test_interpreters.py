@@ -47,10 +47,10 @@ def program(text: bytes, mode: int = 0o755) -> Callable[[Path], object]:
 INTERPRETERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "none": (lambda _: None, "has no bin/python"),
     "a link to nowhere": (lambda path: path.symlink_to("/nowhere/python"), "which is not there"),
-    "not executable": (program(b"#!/bin/sh\n", 0o644), "bin/python is no program"),
-    "a folder": (lambda path: path.mkdir(), "bin/python is no program"),
-    "no program": (program(b"\x7fELF of another machine"), "is no program for this machine"),
-    "empty": (program(b""), "is no program for this machine"),
+    "not executable": (program(b"#!/bin/sh\n", 0o644), "bin/python is not a program"),
+    "a folder": (lambda path: path.mkdir(), "bin/python is not a program"),
+    "no program": (program(b"\x7fELF of another machine"), "is not a program for this machine"),
+    "empty": (program(b""), "is not a program for this machine"),
     "a script for a missing shell": (program(b"#!/nowhere/sh\n"), "a loader, which is not there"),
     "a program that is no Python": (program(b"#!/bin/sh\nexit 5\n"), "exited with 5"),
     "a program that says why": (

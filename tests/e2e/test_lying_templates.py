@@ -37,8 +37,8 @@ CONFIG: Config = {
 LIES = {
     "forks nothing": "forked nothing that lived",
     "says nothing": "said nothing for 0.5 s",
-    "says it is the child": "which is no child of it",
-    "forks a grandchild": "which is no child of it",
+    "says it is the child": "which is not a child of it",
+    "forks a grandchild": "which is not a child of it",
     "tells an end that nobody asked for": "which was not requested",
     "sends a message of the runtime": "broke the protocol and was ended",
     "dies": "the template of model 'm' has ended: <process",

@@ -45,11 +45,11 @@ def test_a_region_of_another_size_or_device_is_not_adopted(fake: Fake) -> None:
     )
 
     assert words.splitlines() == [
-        "region 7 is no memory of 2097152 bytes on device 1",
-        "region 7 is no memory of 4194304 bytes on device 0",
-        "region 7 is no memory of 4096 bytes on device 0",
-        "region 7 is no memory of 0 bytes on device 0",
-        "region 7 is no memory of 4096 bytes on device 0",
+        "region 7 is not memory of 2097152 bytes on device 1",
+        "region 7 is not memory of 4194304 bytes on device 0",
+        "region 7 is not memory of 4096 bytes on device 0",
+        "region 7 is not memory of 0 bytes on device 0",
+        "region 7 is not memory of 4096 bytes on device 0",
         "0",
     ]
 

@@ -243,7 +243,7 @@ def test_an_answer_takes_no_more_than_it_has(bomb: str) -> None:
 
     assert done.error is not None
     assert done.error.type == "BrokenAnswer", done
-    assert "is no answer" in done.error.message
+    assert "is not an answer" in done.error.message
 
 
 CALLS = """
@@ -262,7 +262,7 @@ FORGED = {
     "arguments of no name": ("call(['f', [], {5: 1}])", False),
     "no list": ("call({'f': 1})", False),
     "more": ("call(['f', [], {}, 1])", False),
-    "a name that is no text": ("call([['f'], [], {}])", False),
+    "a name that is not a text": ("call([['f'], [], {}])", False),
     "memory that was not written": ("call(['f', [], {}], 1 << 20)", False),
     "memory that there is not": ("call(['f', [], {}], 1 << 60)", False),
     "a class of msgpack": ("channel.send(b'\\xc1' + pack([bytes.fromhex('d6ff00000000'), 0, 6, 0]))", False),

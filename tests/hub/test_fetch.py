@@ -86,7 +86,7 @@ def test_names_that_steer_a_terminal_are_neither_copied_nor_shown(
 
     index = {"weight_map": {"a": "a\x07.safetensors"}}
     hub.put("o/m", files | {"model.safetensors.index.json": json.dumps(index).encode()})
-    with pytest.raises(RepositoryError, match=r"names 'a\\x07\.safetensors', which is no file with weights"):
+    with pytest.raises(RepositoryError, match=r"names 'a\\x07\.safetensors', which is not a file with weights"):
         find("hf://o/m")
 
 
@@ -147,8 +147,8 @@ def test_the_task_follows_from_the_configuration(hub: Hub, architecture: str, la
 
 WRONG: list[tuple[dict[str, bytes | None], str]] = [
     ({"config.json": b"[]"}, "config.json holds no object"),
-    ({"config.json": b"{" * 5}, "config.json is no JSON"),
-    ({"config.json": b"[" * 100_000}, "config.json is no JSON"),
+    ({"config.json": b"{" * 5}, "config.json is not JSON"),
+    ({"config.json": b"[" * 100_000}, "config.json is not JSON"),
     ({"config.json": b'{"a": "' + b"a" * (9 << 20) + b'"}'}, "config.json has 9,437,193 bytes, and 8,388,608 is the most"),
     ({"config.json": b'{"architectures": ["Evil"]}'}, "names the class 'Evil', which fits no task"),
     ({"config.json": b"{}"}, "names no class"),
@@ -166,10 +166,10 @@ WRONG: list[tuple[dict[str, bytes | None], str]] = [
 # Short values take thirty times as much memory as their text, and the server waits while they are made.
 MANY = b"[" + b"{}," * 500_000 + b"{}]"
 WRONG += [
-    ({"config.json": b'{"a": ' + MANY + b"}"}, "config.json is no JSON: it has more than 500,000 values"),
+    ({"config.json": b'{"a": ' + MANY + b"}"}, "config.json is not JSON: it has more than 500,000 values"),
     (
         {"model.safetensors.index.json": b'{"a": ' + MANY + b"}"},
-        "index.json is no JSON: it has more than 500,000 values",
+        "index.json is not JSON: it has more than 500,000 values",
     ),
 ]
 
@@ -227,7 +227,7 @@ def test_a_small_file_takes_no_place_of_a_list(hub: Hub, monkeypatch: pytest.Mon
     chosen = repr((hub.url, "o/m", "main")).encode()
     hub.put("evil/m", FILES | {"config.json": chosen})
     hub.listed = lambda entry: entry | {"oid": hashlib.sha256(chosen).hexdigest()}
-    with pytest.raises(RepositoryError, match="is no JSON"):
+    with pytest.raises(RepositoryError, match="is not JSON"):
         find("hf://evil/m")
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

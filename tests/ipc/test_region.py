@@ -260,7 +260,7 @@ def test_memory_of_another_size_is_not_adopted(size_bytes: int) -> None:
 def test_a_descriptor_that_is_no_memfd_is_not_adopted(what: str, tmp_path: Path) -> None:
     fd = _no_memfd(what, tmp_path)
 
-    with pytest.raises(RemoteProtocolError, match=r"region 7 (is no memfd|has 8192 bytes)"):
+    with pytest.raises(RemoteProtocolError, match=r"region 7 (is not a memfd|has 8192 bytes)"):
         SharedRegion.adopt(7, SIZE_BYTES, fd)
     assert not _is_open(fd)
 

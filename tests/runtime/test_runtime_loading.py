@@ -191,7 +191,7 @@ def test_a_class_or_a_function_of_a_file_is_named(tmp_path: Path, *, is_in_stub:
 
 def test_what_is_no_source_of_a_model_is_named() -> None:
     bad: list[tuple[Any, str]] = [
-        (len, "a builtin_function_or_method is no source of a model"),
+        (len, "a builtin_function_or_method is not a source of a model"),
         (lambda x: x, "<lambda> is defined inside a function"),
     ]
     with Runtime() as runtime:

@@ -179,7 +179,7 @@ def test_a_test_brings_models_of_its_own(folder: Path) -> None:
 def test_each_is_loaded_by_its_own_function(folder: Path) -> None:
     with pytest.raises(LoadFailed, match="'three' is an ensemble"):
         testing.load(folder / "three")
-    with pytest.raises(LoadFailed, match="'adds' is no ensemble"):
+    with pytest.raises(LoadFailed, match="'adds' is not an ensemble"):
         testing.load_ensemble(folder / "adds")
 
 

@@ -184,7 +184,7 @@ def _tensor(said: object) -> _Tensor:
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{name!r:.200} has no shape")
     if any(type(each) is not int or not 0 <= each < 1 << 48 for each in shape):
-        raise ValueError(f"{name!r:.200} has a dimension that is no size")
+        raise ValueError(f"{name!r:.200} has a dimension that is not a size")
     return _Tensor(name, kind, shape)
 
 

@@ -394,7 +394,7 @@ def _check_length(name: str, path: str, source: Source) -> None:
     try:
         size_bytes = len(name.encode())
     except UnicodeEncodeError as error:
-        raise source.error(path, f"is no Unicode text: {error}") from error
+        raise source.error(path, f"is not Unicode text: {error}") from error
     if size_bytes > MAX_NAME_BYTES:
         what = f"has {size_bytes} bytes, and {MAX_NAME_BYTES} is the most for a name"
         source.mistake(path, what)
@@ -415,7 +415,7 @@ def _check_names(raw: Raw, source: Source) -> None:
         )
         source.mistake("backend", what)
     elif not _is_backend(backend):
-        source.mistake("backend", f"is no name of a backend: {backend[:80]!r} for {name}")
+        source.mistake("backend", f"is not the name of a backend: {backend[:80]!r} for {name}")
     _check_filename(raw["default_model_filename"], "default_model_filename", backend, source)
     _check_filename(raw["runtime"], "runtime", "", source)
 

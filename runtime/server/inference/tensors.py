@@ -326,7 +326,7 @@ def check_in_json(name: str, output: WireTensor) -> None:
 def no_utf8(name: str) -> ModelError:
     """Return the error of an output with a string that JSON cannot hold."""
     return ModelError(
-        f"output '{name}' has a string that is no UTF-8, which JSON cannot carry: ask for binary data", "INVALID_ARG"
+        f"output '{name}' has a string that is not UTF-8, which JSON cannot carry: ask for binary data", "INVALID_ARG"
     )
 
 

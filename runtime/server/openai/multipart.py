@@ -104,7 +104,7 @@ def _named(head: bytes) -> tuple[str, str | None]:
     for line in head.decode("utf-8", "replace").split("\r\n"):
         found = _HEADER.fullmatch(line)
         if found is None or found[1].lower() in headers:
-            raise _malformed("a part has a line that is no header, or the same header twice")
+            raise _malformed("a part has a line that is not a header, or the same header twice")
         headers[found[1].lower()] = found[2]
     encoding = headers.get("content-transfer-encoding", "binary").lower()
     if encoding not in _AS_IT_IS:

@@ -169,7 +169,7 @@ def _fields(body: Body) -> dict[str, Any]:
     except TooMuchJson:
         raise
     except NotJson as error:
-        raise BadField(f"the body is no JSON: {error}") from None
+        raise BadField(f"the body is not JSON: {error}") from None
     if not isinstance(root, dict):
         raise BadField("the body must be a JSON object")
     return root

@@ -104,7 +104,7 @@ def _options(place: str, given: object) -> Options:
     if given is None:
         return Options()
     if not isinstance(given, Mapping):
-        raise InvalidRequest(f"{place}: {given!r} is no mapping of options")
+        raise InvalidRequest(f"{place}: {given!r} is not a mapping of options")
     _check(place, given, [field.name for field in fields(Options)])
     return Options(**given)
 

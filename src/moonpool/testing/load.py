@@ -106,7 +106,7 @@ def load_ensemble(
     if isinstance(model, EnsembleModel):
         return model
     model.close()
-    raise LoadFailed(f"'{model.name}' is no ensemble: testing.load loads it", stage="find")
+    raise LoadFailed(f"'{model.name}' is not an ensemble: testing.load loads it", stage="find")
 
 
 def load_any(
@@ -238,7 +238,7 @@ def load_in_stub(
         for other, target in (models or {}).items():
             if not isinstance(target, (str, os.PathLike)):
                 raise LoadFailed(
-                    f"model '{other}' is no directory or file, and a stub cannot reach what is in the "
+                    f"model '{other}' is not a directory or file, and a stub cannot reach what is in the "
                     "test's own process; `load` can",
                     stage="find",
                 )

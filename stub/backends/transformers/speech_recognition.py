@@ -83,7 +83,7 @@ def by_library(file: bytes) -> tuple[np.ndarray, int]:
     try:
         import soundfile
     except ImportError:
-        raise BadRequest("it is no WAV, and the model's environment lacks the package soundfile", "file") from None
+        raise BadRequest("it is not WAV, and the model's environment lacks the package soundfile", "file") from None
     sound, rate = soundfile.read(io.BytesIO(file), dtype="float32", always_2d=True)
     return sound.mean(1), rate
 

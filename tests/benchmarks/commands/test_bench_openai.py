@@ -110,7 +110,7 @@ def test_errors_before_and_in_a_stream_are_failures(
     [
         (["--url", "grpc://localhost:1"], "--openai needs http:// or https://"),
         (["--url", "http://localhost:1", "--streaming"], "--openai and --streaming do not go together"),
-        (["--url", "http://localhost:1", "--input-data", "data.json"], "data.json, entry 1 is no object"),
+        (["--url", "http://localhost:1", "--input-data", "data.json"], "data.json, entry 1 is not an object"),
     ],
 )
 def test_what_does_not_fit_is_refused(cli: CommandLine, options: list[str], error: str) -> None:

@@ -81,7 +81,7 @@ def test_a_group_that_is_named_is_ours_if_nobody_is_in_it(tmp_path: Path) -> Non
     assert machine.find(str(named)).path == named
     (named / "cgroup.procs").write_text(f"{os.getpid()}\n")
     assert "has processes that are not moonpool's to move" in refusal(machine, str(named))
-    assert "which is no group of cgroup v2" in refusal(machine, str(tmp_path))
+    assert "which is not a group of cgroup v2" in refusal(machine, str(tmp_path))
 
 
 def test_this_process_goes_below_a_group_in_which_it_is_alone(tmp_path: Path) -> None:

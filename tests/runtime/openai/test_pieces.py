@@ -36,7 +36,7 @@ def test_a_text_arrives_as_it_was_yielded(text: str) -> None:
     "raw", [b'{"content":"}', b'{"content":"', b'{"content":"\xff"}', b'{"content":"a","b"}', b'"}', b""]
 )
 def test_what_only_looks_like_a_text_is_refused(raw: bytes) -> None:
-    with pytest.raises(ModelError, match="a wrong piece: it is no JSON"):
+    with pytest.raises(ModelError, match="a wrong piece: it is not JSON"):
         piece_of(memoryview(raw), "m")
 
 

@@ -149,8 +149,8 @@ def test_the_entry_with_the_longest_beginning_of_the_address_is_used(
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "which is no JSON"),
-        ("[" * 100_000, "which is no JSON"),
+        ("{", "which is not JSON"),
+        ("[" * 100_000, "which is not JSON"),
         ([], "in which 's3' has no entries by address"),
         ({"s3": "key"}, "in which 's3' has no entries by address"),
         ({"s3": {"s3://other": {}}}, 'which has no entry for s3://bucket, and none for ""'),

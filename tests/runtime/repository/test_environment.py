@@ -160,7 +160,7 @@ class TestDirectories:
             resolve(str(tmp_path), MODEL)
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "python").write_text("not executable")
-        with pytest.raises(BadEnvironment, match="bin/python is no program"):
+        with pytest.raises(BadEnvironment, match="bin/python is not a program"):
             resolve(str(tmp_path), MODEL)
 
     def test_an_interpreter_that_has_gone_is_named(self, tmp_path: Path) -> None:

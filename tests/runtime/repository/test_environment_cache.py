@@ -238,7 +238,7 @@ def test_a_place_that_is_taken_by_no_directory_is_named(cache: EnvironmentCache,
     else:
         place.symlink_to(tmp_path)
 
-    with pytest.raises(BadEnvironment, match=f"{place}.* is no directory: remove it"):
+    with pytest.raises(BadEnvironment, match=f"{place}.* is not a directory: remove it"):
         cache.acquire(packed)
     place.unlink()
     cache.acquire(packed).release()

@@ -93,7 +93,7 @@ def test_functions_are_checked() -> None:
         ({"class": search}, "names that Python can call"),
         ({"x": search}, "without names of inputs"),
         ({"f": 5}, r"functions\[f\] must be a function"),
-        ({"f": later}, r"functions\[f\] must be a function that is no coroutine"),
+        ({"f": later}, r"functions\[f\] must be a function that is not a coroutine"),
         ({5: search}, "a map of names to functions"),
         ([search], "a map of names to functions"),
     ]:

@@ -92,7 +92,7 @@ def test_a_child_that_speaks_is_known_by_a_pidfd_of_its_own(handshake: ForkHands
 )
 def test_a_process_that_answers_for_its_child_is_refused(handshake: ForkHandshake) -> None:
     handshake.end.send(b"\0")
-    with pytest.raises(ForkFailed, match=f"process {os.getpid()}, which is no child of it"):
+    with pytest.raises(ForkFailed, match=f"process {os.getpid()}, which is not a child of it"):
         handshake.wait(os.getpid(), PATIENCE_S)
 
 

@@ -194,7 +194,7 @@ BAD_FORMS = {
     "no head": b"--b\r\n\r\n1\r\n--b--",
     "no name": b"--b\r\nContent-Disposition: form-data\r\n\r\n1\r\n--b--",
     "another disposition": b'--b\r\nContent-Disposition: attachment; name="a"\r\n\r\n1\r\n--b--',
-    "a line that is no header": b"--b\r\nx\r\n\r\n1\r\n--b--",
+    "a line that is not a header": b"--b\r\nx\r\n\r\n1\r\n--b--",
     "a header twice": HEAD[:-2] + b"content-disposition: form-data; name=c\r\n\r\n1\r\n--b--",
     "an encoding": HEAD[:-2] + b"Content-Transfer-Encoding: base64\r\n\r\n1\r\n--b--",
     "a long head": b"--b\r\nx: " + b"x" * 5000 + b"\r\n" + HEAD[5:] + b"1\r\n--b--",

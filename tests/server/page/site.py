@@ -50,5 +50,5 @@ class Site:
 
 
 def _quoted(name: str) -> str:
-    """Quote what is no name of a model. The server decodes nothing, and takes these signs as they are."""
+    """Quote what is not the name of a model. The server decodes nothing, and takes these signs as they are."""
     return quote(name, safe="+,=@:")

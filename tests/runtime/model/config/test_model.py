@@ -269,7 +269,7 @@ class TestRefused:
     def test_a_backend_must_be_named(self) -> None:
         with pytest.raises(ConfigError, match="unexpected platform type 'onnx' for m"):
             ModelConfig.from_dict({"name": "m", "platform": "onnx"})
-        with pytest.raises(ConfigError, match=r"is no name of a backend: '\.\./x'"):
+        with pytest.raises(ConfigError, match=r"is not the name of a backend: '\.\./x'"):
             ModelConfig.from_dict({"name": "m", "backend": "../x"})
 
     @pytest.mark.parametrize(
