@@ -69,7 +69,7 @@ def test_texts_and_streams_are_read(tmp_path: Path) -> None:
         ({"data": [{"X": None}]}, "not as given"),
         ({"data": [{"X": [1, 2]}], "validation_data": [{}, {}]}, "`validation_data` 2"),
         ({"data": [{"X": [1, 2]}], "validation_data": {}}, "is not a list"),
-        ({"data": [{"X": [1, 2]}], "validation_data": [{"Y": None}]}, "no array"),
+        ({"data": [{"X": [1, 2]}], "validation_data": [{"Y": None}]}, "not an array"),
     ],
 )
 def test_data_that_does_not_fit_is_refused(tmp_path: Path, value: object, why: str) -> None:
@@ -128,7 +128,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="without Python objects"):
         mix(file)
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("X.npy", b"no array")
+        archive.writestr("X.npy", b"not an array")
     with pytest.raises(BadData, match="'X' is not an array"):
         mix(file)
     file.write_bytes(b"no zip")
@@ -147,11 +147,11 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (["{}"], "its format is None"),
         (['{"format": 1}'], "no request to model 'm'"),
         (['{"format": 1}', "5", "{}"], "is not a JSON object"),
-        (['{"format": 1}', '{"model": "m", "at_s": 0}'], "no captured request"),
+        (['{"format": 1}', '{"model": "m", "at_s": 0}'], "not a captured request"),
         (['{"format": 1}', '{"model": "m", "inputs": []}'], "no time"),
         (
             ['{"format": 1}', '{"model": "m", "at_s": 0, "inputs": [{"name": "X", "datatype": "FP32", "shape": [3], "b64": ""}]}'],
-            "no captured request",
+            "not a captured request",
         ),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def test_the_codes_are_those_of_triton() -> None:
 
 @pytest.mark.parametrize("code", [0, 15, -1, None, "FP32"])
 def test_an_unknown_code_has_no_dtype(code: int) -> None:
-    with pytest.raises(BadTensor, match="no datatype code"):
+    with pytest.raises(BadTensor, match="not a datatype code"):
         tensors.DTYPES[code]
 
 

@@ -201,7 +201,7 @@ def test_loads_are_judged_by_limits(cli: CommandLine, url: str) -> None:
 def test_the_highest_rate_is_looked_for(cli: CommandLine, url: str) -> None:
     ended = cli("bench", "add_sub", "--url", url, "--slo", "p50=1ns", *QUICK, *SHAPES)
     assert ended.returncode == 2
-    assert "'1ns' is no time" in ended.stderr
+    assert "'1ns' is not a time" in ended.stderr
 
     ended = cli("bench", "add_sub", "--url", url, "--slo", "p50=0.001us", *QUICK, *SHAPES)
     assert ended.returncode == 0, ended.stderr
@@ -349,7 +349,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["models", "m", "--isolation", "off,strict", "--sandbox", "off"], "and --sandbox do not go"),
         (["m", "--url", "http://a", "--isolation", "off,strict"], "--isolation and --url do not"),
         (["models", "m", "--kill-every", "1s", "--stop-every", "1s"], "give one kind of fault"),
-        (["models", "m", "--kill-every", "soon"], "'soon' is no time"),
+        (["models", "m", "--kill-every", "soon"], "'soon' is not a time"),
         (["models", "m", "--kill-every", "0"], "must be more than 0"),
         (["models", "m", "--kill-every", "1", "--against", "a"], "faults are for one side"),
         (["models", "m", "--metrics-url", "http://a"], "--metrics-url needs --resources"),
@@ -357,7 +357,7 @@ def test_a_model_that_is_not_there_is_said(cli: CommandLine, url: str) -> None:
         (["m", "--url", "http://a", "--save", ".", "--export", "pdf"], "the formats are"),
         (["m", "--url", "http://a", "--sequences", "0"], "--sequences must be lengths"),
         (["m", "--url", "http://a", "--sequences", "3-1"], "--sequences must be lengths"),
-        (["m", "--url", "http://a", "--cancel", "2"], "'2' is no share"),
+        (["m", "--url", "http://a", "--cancel", "2"], "'2' is not a share"),
         (["m", "--url", "http://a", "--load-shape", "ramp"], "must be ramp:LOW-HIGH"),
         (["m", "--url", "http://a", "--load-shape", "periodic:1-2/9s"], "--seconds of at least 9"),
         (["m", "--url", "http://a", "--speed", "2"], "--speed needs"),
@@ -381,7 +381,7 @@ def test_a_file_to_compare_with_must_be_a_result(cli: CommandLine, kserve: Kserv
     (cli.folder / "x.json").write_text("[]")
 
     ended = cli("bench", "add_sub", "--url", kserve.http.url, "--against", "x.json")
-    assert "x.json is no result" in ended.stderr
+    assert "x.json is not a result" in ended.stderr
     ended = cli("bench", "add_sub", "--url", kserve.http.url, "--against", "y.json")
     assert "y.json" in ended.stderr
     assert ended.returncode == 1

@@ -211,7 +211,7 @@ def test_an_interrupt_before_the_first_load_says_no_more(cli: CommandLine, waits
     [
         (("nothing",), "no model 'nothing'", 1),
         (("add_sub", "--slo", "p99"), "--slo: 'p99' must be FIGURE=TIME", 2),
-        (("add_sub", "--budget", "long"), "--budget: 'long' is no time", 2),
+        (("add_sub", "--budget", "long"), "--budget: 'long' is not a time", 2),
         (("add_sub", "--settings", "speed"), "--settings: 'speed' is none of instances", 2),
         (("add_sub", "--most-instances", "0"), "--most-instances must be more than 0", 2),
         (("add_sub", "--seconds", "0"), "--seconds must be more than 0", 2),

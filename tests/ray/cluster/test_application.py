@@ -382,7 +382,7 @@ def test_the_chart_s_application_is_one_that_ray_reads() -> None:
         ({}, "there is no 'repository'"),
         ({"repository": "/m", "model": []}, "there is no 'model'; did you mean \"models\"?"),
         ({"repository": "/m", "models": {"m": {"replica": 1}}}, "args.models.m: there is no 'replica'"),
-        ({"repository": "/m", "models": {"m": 3}}, "args.models.m: 3 is no mapping"),
+        ({"repository": "/m", "models": {"m": 3}}, "args.models.m: 3 is not a mapping"),
         ({"repository": "/m", "ingress": {"cpus": 1}}, "args.ingress: there is no 'cpus'"),
     ],
 )

@@ -172,7 +172,7 @@ def test_what_differs_from_a_form_is_named_by_its_place(value: object, form: obj
     [
         (b"data: {}\n\n", "does not end with"),
         (b"data: {}\n\ndata: [DONE]\n\nmore", "does not end with"),
-        (b"event: x\n\ndata: [DONE]\n\n", "no data"),
+        (b"event: x\n\ndata: [DONE]\n\n", "not data"),
         (b"", "not enough values"),
     ],
 )

@@ -100,7 +100,7 @@ def test_a_process_that_answers_for_its_child_is_refused(handshake: ForkHandshak
 def test_a_grandchild_is_not_taken_for_a_child(handshake: ForkHandshake, child: Child) -> None:
     read_fd, write_fd = os.pipe()
     child(BEGETS, read_fd, write_fd)
-    with pytest.raises(ForkFailed, match="no child of it"):
+    with pytest.raises(ForkFailed, match="not a child of it"):
         handshake.wait(os.getpid(), PATIENCE_S)
     os.close(read_fd)
     os.close(write_fd)
