@@ -95,10 +95,9 @@ class BlankTemplates:
     Any thread may call any method.
     """
 
-    def __init__(self, reactor: Reactor, pool: TemplatePool | None = None, keep_s: float = KEEP_S) -> None:
-        """Use the templates of `pool`, by default those of this process. They are kept so long after their last use."""
+    def __init__(self, reactor: Reactor, pool: TemplatePool | None = None) -> None:
+        """Use the templates of `pool`, by default those of this process."""
         self._reactor = reactor
-        self.keep_s = keep_s
         self._pool = pool or _pools[-1]
         self._is_closed = False
 
@@ -160,12 +159,12 @@ class BlankTemplates:
         if template.is_retired:
             self._reactor.call_soon(lambda: self._end_soon(template))
         elif not template.uses:
-            self._reactor.call_later(self.keep_s, lambda: self._drop_if_idle(template))
+            self._reactor.call_later(KEEP_S, lambda: self._drop_if_idle(template))
 
     def _drop_if_idle(self, template: _Template) -> None:
         with self._pool.lock:
             # Used meanwhile: the end of that use looks again.
-            if template.uses or time.monotonic() - template.used_s < self.keep_s or self._is_closed:
+            if template.uses or time.monotonic() - template.used_s < KEEP_S or self._is_closed:
                 return
             for key in [key for key, each in self._pool.templates.items() if each is template]:
                 del self._pool.templates[key]

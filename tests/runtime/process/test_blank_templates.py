@@ -48,7 +48,7 @@ class Fakes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reactor = Reactor()
-        self.templates = BlankTemplates(self._reactor, TemplatePool(), keep_s=1000.0)
+        self.templates = BlankTemplates(self._reactor, TemplatePool())
         self.program = folder / "python"
         self._ends = [*socket.socketpair(), *socket.socketpair()]
 
@@ -74,7 +74,8 @@ class Fakes:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Iterator[Fakes]:
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    monkeypatch.setattr(blank_templates, "KEEP_S", 1000.0)
     fakes = Fakes(tmp_path)
     yield fakes
     fakes.close()
@@ -100,8 +101,10 @@ def test_one_that_cannot_fork_is_asked_once(
     assert (tmp_path / "begun").read_text() == "x"
 
 
-def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(fakes: Fakes) -> None:
-    fakes.templates.keep_s = 0.2
+def test_one_that_could_not_fork_is_tried_anew_however_often_it_is_asked(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blank_templates, "KEEP_S", 0.2)
     fakes.does("ready('not now')")
     assert fakes.fork() is None
     fakes.does(FORKS.format(clone=clone(), answer="channel.send(b'%d' % pid)"))
