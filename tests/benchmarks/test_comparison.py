@@ -57,7 +57,8 @@ def test_an_interval_has_the_mean_in_nineteen_of_twenty_cases() -> None:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "`bench compare A B --fail-if 'p99>1.05x'` finds a regression of 10 % in noise of 2 %, and none where there is none.",
+    "`bench compare A B --fail-if 'p99>1.05x'` finds a regression of 10 % in noise of 2 %, and none where there is "
+    "none.",
 )
 def test_a_planted_regression_is_found_and_no_other_one() -> None:
     generator = np.random.default_rng(7)
@@ -73,8 +74,8 @@ def test_a_planted_regression_is_found_and_no_other_one() -> None:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Two servers that were measured in turns are compared pair by pair: a drift or a burst of the machine neither hides a "
-    "regression of 10 % nor makes one up.",
+    "Two servers that were measured in turns are compared pair by pair: a drift or a burst of the machine neither "
+    "hides a regression of 10 % nor makes one up.",
 )
 def test_a_regression_is_found_under_a_machine_s_moods() -> None:
     generator = np.random.default_rng(3)
@@ -172,7 +173,8 @@ def measured() -> Point:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Each request can be written as a line of JSON or a row of Parquet, and all of them as a histogram or a trace for Perfetto.",
+    "Each request can be written as a line of JSON or a row of Parquet, and all of them as a histogram or a trace for "
+    "Perfetto.",
 )
 def test_each_request_has_a_row(tmp_path: Path) -> None:
     WRITERS["jsonl"][1](tmp_path / "a", [measured()])

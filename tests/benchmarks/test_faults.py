@@ -211,7 +211,8 @@ def test_gpus_are_read_from_the_metrics_port() -> None:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "A server's word on its processes is believed only of the process that holds its port, and of those it has started.",
+    "A server's word on its processes is believed only of the process that holds its port, and of those it has "
+    "started.",
 )
 def test_only_the_process_that_listens_is_believed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

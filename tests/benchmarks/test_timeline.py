@@ -196,7 +196,8 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "A timeline shows each request with its time in the queue and the parts of its batch, in process and at a server on this machine.",
+    "A timeline shows each request with its time in the queue and the parts of its batch, in process and at a server "
+    "on this machine.",
 )
 @pytest.mark.parametrize("mode", [(), ("--async",)])
 def test_a_timeline_of_this_process(cli: CommandLine, mode: tuple[str, ...]) -> None:

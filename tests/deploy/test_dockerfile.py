@@ -111,7 +111,8 @@ class Builder:
 
 @pytest.mark.promise(
     "Past one machine",
-    "The commands of `deploy/Dockerfile` build a wheel from the files that are sent to the builder, with all modules, and install the program that is its entry point.",
+    "The commands of `deploy/Dockerfile` build a wheel from the files that are sent to the builder, with all modules, "
+    "and install the program that is its entry point.",
 )
 def test_its_commands_make_the_program(tmp_path: Path) -> None:
     builder = Builder(tmp_path)

@@ -47,7 +47,8 @@ def complaints(manifest: Manifest, definitions: schemas.Schema, kind: str = "") 
 @pytest.mark.parametrize("name", [name for name in MANIFESTS if not name.startswith("ray/")])
 @pytest.mark.promise(
     "Past one machine",
-    "The manifests in `deploy/` are valid by the schemas of Kubernetes, KServe and KEDA, with no field that these do not know.",
+    "The manifests in `deploy/` are valid by the schemas of Kubernetes, KServe and KEDA, with no field that these do "
+    "not know.",
 )
 def test_a_manifest_is_valid(name: str, definitions: schemas.Schema) -> None:
     assert complaints(MANIFESTS[name], definitions) == []

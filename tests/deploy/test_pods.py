@@ -25,8 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
 @pytest.mark.promise(
     "Past one machine",
-    "The containers of the manifests start with the user, rights and file system that they name, serve a model at `strict`, "
-    "answer their probes, and end at SIGTERM within their grace period.",
+    "The containers of the manifests start with the user, rights and file system that they name, serve a model at "
+    "`strict`, answer their probes, and end at SIGTERM within their grace period.",
 )
 def test_a_container_starts_serves_and_ends(pod: Callable[[], Manifest], tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()

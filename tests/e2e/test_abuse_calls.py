@@ -104,15 +104,18 @@ CASES: dict[str, str] = {
     "q = make(); found = []\n"
     "threads = [threading.Thread(target=lambda: found.append(text_of(q.exec()))) for _ in range(20)]\n"
     "for t in threads: t.start()\nfor t in threads: t.join()\nresult = [said(f'{len(found)} {set(found)}')]": "20 {'other'}",
-    "threading.Thread(target=lambda: KEPT.update(late=text_of(ask(\"(threading.Event().wait(0.1), [said('late')])[1]\")))).start()\n"
+    "threading.Thread(target=lambda: KEPT.update(late=text_of(ask(\"(threading.Event().wait(0.1), "
+    "[said('late')])[1]\")))).start()\n"
     "result = [said('first')]": "first",
     "import time\nwhile 'late' not in KEPT: time.sleep(0.01)\nresult = [said(KEPT.pop('late'))]": "late",
     "def stop(): ask('(threading.Event().wait(0.05), [said(1)])[1]'); sys.exit(3)\n"
     "t = threading.Thread(target=stop); t.start(); t.join(); result = [said('ended')]": "ended",
     "import asyncio\nasync def f(): return [said(text_of(await make().async_exec()))]\nresult = f()": "other",
-    "import asyncio\nasync def f():\n task = asyncio.ensure_future(make('(threading.Event().wait(0.1), [said(1)])[1]').async_exec())\n"
+    "import asyncio\nasync def f():\n task = asyncio.ensure_future(make('(threading.Event().wait(0.1), "
+    "[said(1)])[1]').async_exec())\n"
     " await asyncio.sleep(0)\n task.cancel()\n return [said('cancelled')]\nresult = f()": "cancelled",
-    "import asyncio\nasync def f():\n return [said(str(len(await asyncio.gather(*(make().async_exec() for _ in range(100))))))]\n"
+    "import asyncio\nasync def f():\n return [said(str(len(await asyncio.gather(*(make().async_exec() for _ in "
+    "range(100))))))]\n"
     "result = f()": "100",
     "async def f(): make().async_exec(); return [said('not awaited')]\nresult = f()": "not awaited",
     "result = [said(attempt(lambda: make().async_exec()))]": "Error",

@@ -24,7 +24,8 @@ from moonpool.runtime.schedule.backlog import ResponseBacklog, held_bytes
 
 pytestmark = pytest.mark.promise(
     "Limits",
-    "Responses that wait for a slow client, or before a slow step of an ensemble, take no more memory than `MOONPOOL_BACKLOG_BYTES`.",
+    "Responses that wait for a slow client, or before a slow step of an ensemble, take no more memory than "
+    "`MOONPOOL_BACKLOG_BYTES`.",
 )
 
 X = np.array([1, 2, 3], np.float32)

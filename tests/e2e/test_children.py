@@ -116,7 +116,8 @@ def skip_without(library: str) -> None:
 
 @pytest.mark.promise(
     "Models",
-    "Processes that a model starts by fork, spawn and forkserver import its file and Triton's module, whichever library starts them.",
+    "Processes that a model starts by fork, spawn and forkserver import its file and Triton's module, whichever "
+    "library starts them.",
 )
 @pytest.mark.slow
 @pytest.mark.needs("processes")
@@ -188,7 +189,8 @@ ENDS = {
 
 @pytest.mark.promise(
     "Lifecycle",
-    "Shared memory and semaphores that a model made with `multiprocessing` are gone after its process, however it ended.",
+    "Shared memory and semaphores that a model made with `multiprocessing` are gone after its process, however it "
+    "ended.",
 )
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("prefork", ["no", "imports"])
@@ -267,7 +269,8 @@ found = 9
 
 @pytest.mark.promise(
     "Lifecycle",
-    "A model that keeps a pool of processes or threads ends without waiting for its deadline, as a program does, also while a thread of it is at work.",
+    "A model that keeps a pool of processes or threads ends without waiting for its deadline, as a program does, also "
+    "while a thread of it is at work.",
 )
 @pytest.mark.needs("processes")
 @pytest.mark.parametrize("library", KEEPS)

@@ -14,7 +14,8 @@ import moonpool
 
 pytestmark = pytest.mark.promise(
     "Lifecycle",
-    "A model is in use while somebody outside of it waits for an answer. A request that it keeps, and whose caller has left, keeps no model awake.",
+    "A model is in use while somebody outside of it waits for an answer. A request that it keeps, and whose caller has "
+    "left, keeps no model awake.",
 )
 KEEPS = """
 import time

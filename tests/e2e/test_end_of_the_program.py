@@ -232,8 +232,8 @@ def test_a_request_that_runs_when_the_program_is_told_to_end_is_finished(
 
 @pytest.mark.promise(
     "Lifecycle",
-    "Closing a runtime, unloading a model and leaving `with` say after a second what they wait for, and Ctrl-C ends that at once: "
-    "requests fail, processes end without `finalize`, and KeyboardInterrupt is raised.",
+    "Closing a runtime, unloading a model and leaving `with` say after a second what they wait for, and Ctrl-C ends "
+    "that at once: requests fail, processes end without `finalize`, and KeyboardInterrupt is raised.",
 )
 @pytest.mark.parametrize(
     ("body", "why"),

@@ -119,8 +119,8 @@ def in_flight(runtime: moonpool.Runtime, *names: str) -> int:
 class TestRequests:
     @pytest.mark.promise(
         "Ensembles",
-        "A model whose platform is `ensemble` sends each request through the models of its steps. It is asked as any other "
-        "model: from Python, over HTTP and gRPC, and by models.",
+        "A model whose platform is `ensemble` sends each request through the models of its steps. It is asked as any "
+        "other model: from Python, over HTTP and gRPC, and by models.",
     )
     def test_each_step_gets_what_the_one_before_gave(self, runtime: moonpool.Runtime) -> None:
         assert runtime.infer("three", {"A": X})["B"].tolist() == [5, 8, 9]
@@ -370,7 +370,8 @@ class TestStatistics:
 class TestLoading:
     @pytest.mark.promise(
         "Ensembles",
-        "Loading an ensemble loads the models of its steps. It goes when one of them is unloaded, and comes back with it.",
+        "Loading an ensemble loads the models of its steps. It goes when one of them is unloaded, and comes back with "
+        "it.",
     )
     def test_models_come_and_go_together(self, repository: Path) -> None:
         with moonpool.Runtime(repository, models=["outer"]) as runtime:
@@ -429,7 +430,8 @@ class TestLoading:
 
     @pytest.mark.promise(
         "Ensembles",
-        "A model that is replaced serves its ensembles from then on. An ensemble that it does not fit any more is unloaded.",
+        "A model that is replaced serves its ensembles from then on. An ensemble that it does not fit any more is "
+        "unloaded.",
     )
     def test_an_ensemble_follows_a_model_that_is_replaced(self, tmp_path: Path) -> None:
         write_model(tmp_path, "adds")
@@ -450,8 +452,8 @@ class TestLoading:
 
     @pytest.mark.promise(
         "Ensembles",
-        "Instances of a step's model come and go while the ensemble serves. Other changes of a model or of the steps load anew, "
-        "and the old ensemble serves until the new one is ready.",
+        "Instances of a step's model come and go while the ensemble serves. Other changes of a model or of the steps "
+        "load anew, and the old ensemble serves until the new one is ready.",
     )
     def test_what_changes_under_an_ensemble_changes_while_it_serves(self, tmp_path: Path) -> None:
         write_model(tmp_path, "adds")
@@ -566,8 +568,8 @@ def executions(runtime: moonpool.Runtime, name: str) -> int:
 class TestCache:
     @pytest.mark.promise(
         "Ensembles",
-        "An ensemble with `response_cache` answers an equal request without asking a model. If one of its models is replaced, "
-        "its responses are forgotten.",
+        "An ensemble with `response_cache` answers an equal request without asking a model. If one of its models is "
+        "replaced, its responses are forgotten.",
     )
     def test_an_equal_request_asks_no_model(self, cached: tuple[Path, moonpool.Runtime]) -> None:
         folder, runtime = cached

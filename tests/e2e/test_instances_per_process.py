@@ -90,7 +90,8 @@ def said(future: Future[moonpool.Response]) -> list[object]:
 
 @pytest.mark.promise(
     "Responses at any time",
-    "Several instances of a model may share a process: each has its own object, name and thread, and their batches overlap.",
+    "Several instances of a model may share a process: each has its own object, name and thread, and their batches "
+    "overlap.",
 )
 def test_instances_of_one_process_execute_at_the_same_time(runtime: moonpool.Runtime) -> None:
     # Each of these waits for the others inside `execute`.
@@ -216,7 +217,8 @@ def test_each_object_is_warmed_up(tmp_path: Path) -> None:
         "        self.name = args['model_instance_name']\n"
         "    def execute(self, requests):\n"
         "        open(os.path.join(os.path.dirname(__file__), 'warm' + self.name), 'a').write('x')\n"
-        "        return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', r.inputs()[0].as_numpy())]) for r in requests]\n"
+        "        return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', r.inputs()[0].as_numpy())]) for r in "
+        "requests]\n"
     )
     sample = {"name": "S", "batch_size": 1, "count": 2, "inputs": {"X": {"data_type": "TYPE_FP32", "dims": [1], "zero_data": True}}}  # fmt: skip
     config = {"input": [tensor("X", "FP32", 1)], "output": [tensor("Y", "FP32", 1)], "model_warmup": [sample]}  # fmt: skip

@@ -16,8 +16,8 @@ from moonpool.runtime.errors import BacklogFull
 
 pytestmark = pytest.mark.promise(
     "Ensembles",
-    "A request to an ensemble becomes at most `ensemble_requests` requests, with those of ensembles among its steps, and ensembles nest at most"
-    " 16 deep. A load that would break this is refused, also that of a model inside.",
+    "A request to an ensemble becomes at most `ensemble_requests` requests, with those of ensembles among its steps, "
+    "and ensembles nest at most 16 deep. A load that would break this is refused, also that of a model inside.",
 )
 
 X = np.array([8, 5, 6], np.float32)
@@ -81,7 +81,8 @@ def test_ensembles_nest_only_so_deep(runtime: moonpool.Runtime, tmp_path: Path) 
 
 @pytest.mark.promise(
     "Limits",
-    "A response that waits before a step which is an ensemble counts as all requests that it may have open there at a time.",
+    "A response that waits before a step which is an ensemble counts as all requests that it may have open there at a "
+    "time.",
 )
 def test_a_response_counts_as_what_becomes_of_it(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     write_model(tmp_path, "repeats", REPEATS, more=DECOUPLED)

@@ -199,7 +199,8 @@ def test_a_graph_has_states_that_grow_each_in_its_sequence(runtime: moonpool.Run
 
 @pytest.mark.promise(
     "Backends",
-    "The backends that come with moonpool log nothing of their own when a model loads and serves, at each level of the sandbox.",
+    "The backends that come with moonpool log nothing of their own when a model loads and serves, at each level of the "
+    "sandbox.",
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
 def test_the_log_has_no_word_of_the_backend(

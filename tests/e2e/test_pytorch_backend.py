@@ -177,7 +177,8 @@ def test_a_module_has_states_and_controls_of_its_sequences(runtime: moonpool.Run
 
 @pytest.mark.promise(
     "Backends",
-    "Requests of different shapes are joined into one flat tensor, with the inputs that describe the batch, and flat outputs are cut as they were.",
+    "Requests of different shapes are joined into one flat tensor, with the inputs that describe the batch, and flat "
+    "outputs are cut as they were.",
 )
 @pytest.mark.parametrize("loaded", ["ragged"], indirect=True)
 def test_a_module_gets_requests_of_different_shapes_as_one_tensor(runtime: moonpool.Runtime, loaded: str) -> None:

@@ -63,7 +63,8 @@ def ask(runtime: moonpool.Runtime, first: str, others: str) -> str:
 
 @pytest.mark.promise(
     "Batching",
-    "A request of a model that would wait for resources which the model keeps until it is answered is refused, with the names of the models.",
+    "A request of a model that would wait for resources which the model keeps until it is answered is refused, with "
+    "the names of the models.",
 )
 @pytest.mark.parametrize(
     ("groups", "first", "others", "names"),

@@ -52,7 +52,8 @@ def sent(runtime: moonpool.Runtime, kind: str) -> NDArray[np.uint8]:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "What a model takes is its own memory and all shared memory that was made for it, also what its process has not touched.",
+    "What a model takes is its own memory and all shared memory that was made for it, also what its process has not "
+    "touched.",
 )
 @pytest.mark.parametrize("level", ["standard", "strict"])
 @pytest.mark.parametrize("kind", ["heap", "outputs", "inputs", "callers"])

@@ -119,8 +119,8 @@ def falls(runtime: moonpool.Runtime, state: Residence, name: str = "m") -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "A model with `sleep` and `wake` keeps its process while it sleeps: `sleep` is called when it is put to sleep, and `wake` before the next "
-    "request is executed.",
+    "A model with `sleep` and `wake` keeps its process while it sleeps: `sleep` is called when it is put to sleep, and "
+    "`wake` before the next request is executed.",
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "coroutines"])
 def test_a_model_sleeps_and_wakes_in_its_process(tmp_path: Path, is_async: bool) -> None:
@@ -166,7 +166,8 @@ def test_one_hook_alone_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If a model's `sleep` raises, takes too long or ends its process, the model is ended as one without hooks, and the next request starts it.",
+    "If a model's `sleep` raises, takes too long or ends its process, the model is ended as one without hooks, and the "
+    "next request starts it.",
 )
 @pytest.mark.parametrize(
     ("plan", "reason"),
@@ -195,7 +196,8 @@ def test_a_sleep_that_fails_ends_the_model(
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If a model's `wake` raises, takes too long or ends its process, the instance is started anew, and the request that woke it is answered.",
+    "If a model's `wake` raises, takes too long or ends its process, the instance is started anew, and the request "
+    "that woke it is answered.",
 )
 @pytest.mark.parametrize(
     ("plan", "reason"),
@@ -273,7 +275,8 @@ class HostMemoryAsGpu:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If memory of GPUs is short, a model with `sleep` and `wake` is asked to sleep, its memory is measured again, and its process stays if that is enough.",
+    "If memory of GPUs is short, a model with `sleep` and `wake` is asked to sleep, its memory is measured again, and "
+    "its process stays if that is enough.",
 )
 def test_memory_of_gpus_is_freed_without_an_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -318,7 +321,8 @@ def test_other_limits_end_models_that_have_hooks(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "Containment",
-    "A stub that answers a sleep or a wake with anything else is ended, with the reason in the log, and the model serves on in another process.",
+    "A stub that answers a sleep or a wake with anything else is ended, with the reason in the log, and the model "
+    "serves on in another process.",
 )
 @pytest.mark.parametrize("hook", ["sleep", "wake"])
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ SURVIVES = options(STATE_SURVIVES="yes", RESTART_BACKOFF_S=0, RESTART_BACKOFF_MA
 
 @pytest.mark.promise(
     "Sequences",
-    "With `MOONPOOL_STATE_SURVIVES`, a sequence outlives its instance and goes on with the states after its last answer.",
+    "With `MOONPOOL_STATE_SURVIVES`, a sequence outlives its instance and goes on with the states after its last "
+    "answer.",
 )
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["direct", "oldest", "one by one"])
 def test_a_sequence_goes_on_after_its_instance_died(serve: Serve, strategy: dict[str, Any]) -> None:

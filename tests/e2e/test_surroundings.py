@@ -145,8 +145,8 @@ class TritonPythonModel:
 
 @pytest.mark.promise(
     "Models",
-    "A model that patches the interpreter at its top, as with gevent or eventlet, loads, serves, asks other models from its threads, and "
-    "keeps metrics.",
+    "A model that patches the interpreter at its top, as with gevent or eventlet, loads, serves, asks other models "
+    "from its threads, and keeps metrics.",
 )
 @pytest.mark.needs("names of metrics")
 @pytest.mark.parametrize("prefork", ["no", "imports"])
@@ -167,7 +167,8 @@ def test_a_model_may_patch_its_interpreter(tmp_path: Path, library: str, prefork
 
 @pytest.mark.promise(
     "Models",
-    "In a program that gevent or eventlet has patched, a Runtime says at once what was replaced, and where to host the models.",
+    "In a program that gevent or eventlet has patched, a Runtime says at once what was replaced, and where to host the "
+    "models.",
 )
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
 def test_a_patched_program_is_told_where_to_host_its_models(library: str) -> None:

@@ -71,8 +71,8 @@ ZERO = {"X": [[0.0]]}
 
 @pytest.mark.promise(
     "Models",
-    "Every instance executes the warm-up samples of its model before it is ready: `batch_size` requests of one row in one batch, "
-    "`count` times, and none of them counts in the statistics.",
+    "Every instance executes the warm-up samples of its model before it is ready: `batch_size` requests of one row in "
+    "one batch, `count` times, and none of them counts in the statistics.",
 )
 def test_every_instance_executes_the_samples_before_it_is_ready(runtime: moonpool.Runtime, warmed: Warmed) -> None:
     config = warmed.config(sample(batch_size=3, count=2), sample("T"), sample("U", batch_size=0))
@@ -124,7 +124,8 @@ def test_an_instance_that_is_forked_is_warmed_up(runtime: moonpool.Runtime, warm
     [
         (
             "raise",
-            "failed to run warmup sample 'S': Failed to process the request(s) for model 'm_0', message: ValueError: on purpose",
+            "failed to run warmup sample 'S': Failed to process the request(s) for model 'm_0', message: ValueError: "
+            "on purpose",
         ),
         ("refuse", "failed to run warmup sample 'S': no 0; no 1; "),
         ("die", "failed to run warmup sample 'S': Stub process 'm_0' is not healthy. It exited with 7 during execute"),
@@ -278,7 +279,8 @@ def in_background() -> Any:
 
 @pytest.mark.promise(
     "Models",
-    "The data of warm-up samples takes memory for one sample at a time, and all samples together are no larger than `MOONPOOL_REGION_LIMIT_BYTES`.",
+    "The data of warm-up samples takes memory for one sample at a time, and all samples together are no larger than "
+    "`MOONPOOL_REGION_LIMIT_BYTES`.",
 )
 def test_all_samples_together_have_a_limit_that_names_its_option(runtime: moonpool.Runtime, tmp_path: Path) -> None:
     limit = {"parameters": {"MOONPOOL_REGION_LIMIT_BYTES": "3M"}}

@@ -21,7 +21,8 @@ from moonpool.runtime.repository.loading import Wanted
 
 pytestmark = pytest.mark.promise(
     "Lifecycle",
-    "Of models that were unloaded or failed to load, the runtime keeps names and reasons, of bounded size, and no files or configurations.",
+    "Of models that were unloaded or failed to load, the runtime keeps names and reasons, of bounded size, and no "
+    "files or configurations.",
 )
 
 

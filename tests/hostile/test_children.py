@@ -204,8 +204,8 @@ found = found if os.getpid() not in found or max(found) > 99 else 9
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A model that may start processes has a /proc of its own where the kernel allows it: no other process is there, also "
-    "if the model may read it.",
+    "A model that may start processes has a /proc of its own where the kernel allows it: no other process is there, "
+    "also if the model may read it.",
 )
 def test_proc_has_the_processes_of_the_model_alone(runtime: moonpool.Runtime, folder: Path) -> None:
     given = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork", SANDBOX_PATHS="ro:/proc")
@@ -251,7 +251,8 @@ found = 9
 
 @pytest.mark.promise(
     "Seeing sandboxes",
-    "What a process that a model started was refused is counted for the instance, and named where a batch then exceeds its time.",
+    "What a process that a model started was refused is counted for the instance, and named where a batch then exceeds "
+    "its time.",
 )
 def test_what_a_child_was_refused_is_named_at_the_deadline(runtime: moonpool.Runtime, folder: Path) -> None:
     granted = options(SANDBOX="strict", SANDBOX_SYSCALLS="fork")["parameters"]

@@ -103,7 +103,8 @@ def refuses(name: str) -> str:
 )
 @pytest.mark.promise(
     "Hostile models",
-    "A grant for a model covers this model and no other: not the members of an ensemble, and not the ensembles that depend on it.",
+    "A grant for a model covers this model and no other: not the members of an ensemble, and not the ensembles that "
+    "depend on it.",
 )
 def test_what_goes_or_comes_with_a_model_needs_a_grant_of_its_own(hosts: moonpool.Runtime, tmp_path: Path) -> None:
     controller = Controller(hosts, tmp_path, "controller", "pipe, first, alone")
@@ -144,7 +145,8 @@ def test_with_grants_for_all_of_them_they_go_together(hosts: moonpool.Runtime, t
 )
 @pytest.mark.promise(
     "What a stub says",
-    "A contained model reads no folder of the machine in the errors of what it asks for, and neither does a client of a server.",
+    "A contained model reads no folder of the machine in the errors of what it asks for, and neither does a client of "
+    "a server.",
 )
 def test_errors_of_what_it_asks_for_have_no_folders(hosts: moonpool.Runtime, repository: Path, tmp_path: Path) -> None:
     controller = Controller(hosts, tmp_path, "controller", "*")

@@ -172,7 +172,8 @@ def test_without_a_sandbox_a_model_learns_it(attackers: Attackers, scene: dict[s
 @pytest.mark.promise("The sandbox: `strict`", "A thread that …")
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A thread may ask for its own policy, priority and processors. No call changes them, for a process or a thread of whatever number.",
+    "A thread may ask for its own policy, priority and processors. No call changes them, for a process or a thread of "
+    "whatever number.",
 )
 def test_what_is_answered_changes_nothing(
     runtime: moonpool.Runtime, attackers: Attackers, scene: dict[str, Any]

@@ -51,7 +51,8 @@ def secret() -> Iterator[Path]:
 )
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A model has shared memory of its own in /dev/shm, where locks, queues and blocks of `multiprocessing` work without a grant. It sees "
+    "A model has shared memory of its own in /dev/shm, where locks, queues and blocks of `multiprocessing` work "
+    "without a grant. It sees "
     "nobody else's there, nobody sees it, and it is gone with the process.",
 )
 def test_shared_memory_is_the_model_s_own(
@@ -127,7 +128,8 @@ def service() -> Iterator[str]:
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "A model that may fork passes descriptors between its processes without sockets of its own. Sockets with names take the grant `unix`.",
+    "A model that may fork passes descriptors between its processes without sockets of its own. Sockets with names "
+    "take the grant `unix`.",
 )
 def test_a_model_that_may_fork_reaches_no_service(
     runtime: moonpool.Runtime, model_folder: Path, service: str, attackers: Attackers

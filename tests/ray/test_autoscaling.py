@@ -11,8 +11,8 @@ from moonpool.ray.autoscaling import BUSY, PRESSURE, decide, queue_policy
 
 @pytest.mark.promise(
     "Ray Serve",
-    "Replicas follow the time that requests wait: more come while it is over its target, at most twice as many at once, and one "
-    "goes when it is under half of it and the others would not be too busy.",
+    "Replicas follow the time that requests wait: more come while it is over its target, at most twice as many at "
+    "once, and one goes when it is under half of it and the others would not be too busy.",
 )
 @pytest.mark.parametrize(
     ("replicas", "pressure", "busy", "decision"),

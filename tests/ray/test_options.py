@@ -125,7 +125,8 @@ def test_an_ensemble_counts_with_its_members(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "Ray Serve",
-    "A request is sent to a second replica only if every model that takes part says that it is idempotent, with MOONPOOL_RETRY.",
+    "A request is sent to a second replica only if every model that takes part says that it is idempotent, with "
+    "MOONPOOL_RETRY.",
 )
 def test_a_model_is_idempotent_if_all_that_come_with_it_are(tmp_path: Path) -> None:
     retry = 'parameters { key: "MOONPOOL_RETRY" value: { string_value: "yes" } }'

@@ -88,8 +88,9 @@ def test_a_record_tells_where_and_when_it_was_logged_and_is_handled_elsewhere(ke
 
 @pytest.mark.promise(
     "Log",
-    "Records of the runtime are given to the program's log on a thread of their own, those of one thread in their order. Neither the "
-    "runtime nor a model waits for a handler. What is not handled in time is dropped, counted and reported in the log.",
+    "Records of the runtime are given to the program's log on a thread of their own, those of one thread in their "
+    "order. Neither the runtime nor a model waits for a handler. What is not handled in time is dropped, counted and "
+    "reported in the log.",
 )
 def test_nobody_waits_for_a_handler_that_is_stuck_and_what_is_dropped_is_counted(kept: Kept) -> None:
     logging.getLogger("moonpool").addHandler(kept)

@@ -107,8 +107,8 @@ def double(tmp_path: Path) -> Path:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "Loading, scaling, unloading and closing have awaitable forms, which do not block the event loop. Cancelling their tasks ends them "
-    "early, and nothing is left at work.",
+    "Loading, scaling, unloading and closing have awaitable forms, which do not block the event loop. Cancelling their "
+    "tasks ends them early, and nothing is left at work.",
 )
 def test_an_event_loop_goes_on_while_models_come_and_go(double: Path) -> None:
     stuck = double.with_name("stuck")
@@ -302,7 +302,8 @@ def test_one_bad_model_of_a_repository_says_how_to_load_the_others(tmp_path: Pat
 
 @pytest.mark.promise(
     "Lifecycle",
-    "A signal handler may raise at any point of `close`: what is left to do is done when the last reference to the runtime is gone.",
+    "A signal handler may raise at any point of `close`: what is left to do is done when the last reference to the "
+    "runtime is gone.",
 )
 def test_a_runtime_whose_close_was_interrupted_at_any_point_comes_to_its_end() -> None:
     def count() -> tuple[int, int, int]:

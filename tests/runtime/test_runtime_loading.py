@@ -156,7 +156,8 @@ def triple(X: Float32[Batch, 1]) -> Float32[Batch, 1]:
 
 @pytest.mark.promise(
     "Models",
-    "One of several classes in a file, or a function in it, is named as `two.py:A`, also in a directory's configuration, or given itself.",
+    "One of several classes in a file, or a function in it, is named as `two.py:A`, also in a directory's "
+    "configuration, or given itself.",
 )
 @pytest.mark.parametrize("is_in_stub", [True, False])
 def test_a_class_or_a_function_of_a_file_is_named(tmp_path: Path, *, is_in_stub: bool) -> None:

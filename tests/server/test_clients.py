@@ -24,8 +24,9 @@ from moonpool.runtime.server.meter import Meter
 
 TOGETHER = pytest.mark.promise(
     "What the server bears, and whom it answers like",
-    "`--max-connections` bounds the connections of all ports together, and leaves those for metrics their part. A client "
-    "beyond it gets 503, over gRPC its connection is closed, and the log has at most one line a second about them.",
+    "`--max-connections` bounds the connections of all ports together, and leaves those for metrics their part. A "
+    "client beyond it gets 503, over gRPC its connection is closed, and the log has at most one line a second about "
+    "them.",
 )
 TIMEOUT_S = 60.0
 # Two of the 18 are for metrics.

@@ -177,8 +177,8 @@ def test_no_model_sees_the_credentials(store: Store, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.promise(
     "Repositories in the cloud",
-    "A poll copies what is new or has changed, by ETag, and unloads models that are gone. While the store does not answer, "
-    "the models stay.",
+    "A poll copies what is new or has changed, by ETag, and unloads models that are gone. While the store does not "
+    "answer, the models stay.",
 )
 def test_a_poll_follows_the_store(store: Store, runtime: moonpool.Runtime) -> None:
     control = RepositoryControl(runtime, mode="poll")
@@ -291,7 +291,8 @@ def test_a_store_that_is_not_there_is_named(store: Store, monkeypatch: pytest.Mo
 
 @pytest.mark.promise(
     "Repositories in the cloud",
-    "`Runtime.load` takes the address of one model where it takes a folder, and copies nothing again while the ETags stay.",
+    "`Runtime.load` takes the address of one model where it takes a folder, and copies nothing again while the ETags "
+    "stay.",
 )
 def test_one_model_is_loaded_from_its_address(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_HARMLESS", "seen")

@@ -53,8 +53,8 @@ def asking(server: RunningServer) -> Clients:
 
 @pytest.mark.promise(
     "The model repository of a server",
-    "A load of a loaded model whose configuration differs in `instance_group` alone adds and removes instances. The others keep their processes, and "
-    "no client gets an error.",
+    "A load of a loaded model whose configuration differs in `instance_group` alone adds and removes instances. The "
+    "others keep their processes, and no client gets an error.",
 )
 def test_a_load_changes_the_number_of_instances(tmp_path: Path) -> None:
     write(tmp_path, "m", PIDS, count(1))

@@ -23,7 +23,8 @@ def named(folder: Path, text: str, name: str = "h100") -> Path:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "With `--model-config-name=<name>`, the file `configs/<name>.pbtxt` of a model is its configuration, if it has one.",
+    "With `--model-config-name=<name>`, the file `configs/<name>.pbtxt` of a model is its configuration, if it has "
+    "one.",
 )
 def test_a_model_is_configured_by_the_file_of_that_name(tmp_path: Path) -> None:
     write(tmp_path, "m")

@@ -120,8 +120,8 @@ def gauges(server: RunningServer, family: str) -> dict[str, float]:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "With `--model-control-mode=demand` the server is ready when all models are known. Each is ready, its metadata and its index entry are there, and its first "
-    "request over any protocol starts it.",
+    "With `--model-control-mode=demand` the server is ready when all models are known. Each is ready, its metadata and "
+    "its index entry are there, and its first request over any protocol starts it.",
 )
 def test_models_are_known_and_ready_before_anybody_asks(server: RunningServer) -> None:
     assert server.get("/v2/health/ready")[0] == 200
@@ -159,7 +159,8 @@ def test_a_request_of_openai_s_api_starts_a_model(server: RunningServer) -> None
 
 @pytest.mark.promise(
     "Lifecycle",
-    "The members of an ensemble, and models that a model asks, are started for its requests, and count with it as one if nothing else can go.",
+    "The members of an ensemble, and models that a model asks, are started for its requests, and count with it as one "
+    "if nothing else can go.",
 )
 @pytest.mark.parametrize("name", ["both", "asks"])
 def test_ensembles_and_models_that_ask_models_get_their_members(server: RunningServer, name: str) -> None:
@@ -178,7 +179,8 @@ def test_many_callers_of_many_models_lose_no_request(server: RunningServer) -> N
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "A request to a model that cannot be started on demand gets status 503 with the reason and `Retry-After`, and over gRPC UNAVAILABLE.",
+    "A request to a model that cannot be started on demand gets status 503 with the reason and `Retry-After`, and over "
+    "gRPC UNAVAILABLE.",
 )
 @pytest.mark.parametrize(("name", "why"), [("broken", "no weights"), ("dies", "dies_0_0")])
 def test_a_model_that_cannot_be_started_is_refused_with_the_reason(server: RunningServer, name: str, why: str) -> None:

@@ -99,8 +99,8 @@ def over_grpc(server: RunningServer) -> Callable[[], set[int]]:
 
 @pytest.mark.promise(
     "The server (`moonpool serve`)",
-    "Servers with `--reuse-http-port=true --reuse-grpc-port=true` share their ports. Each connection leads to one of them. When one ends by a signal, "
-    "clients that connect again get all their answers.",
+    "Servers with `--reuse-http-port=true --reuse-grpc-port=true` share their ports. Each connection leads to one of "
+    "them. When one ends by a signal, clients that connect again get all their answers.",
 )
 @pytest.mark.parametrize("over", [over_http, over_grpc])
 def test_one_of_two_servers_at_a_port_ends_and_no_request_is_lost(

@@ -50,8 +50,8 @@ def test_a_module_in_the_working_folder_leads_to_the_path(
     with pytest.raises(ModuleNotFoundError) as raised:
         import lies_beside  # type: ignore[import-not-found]  # noqa: F401
     assert first_line(raised.value) == (
-        f"ModuleNotFoundError: No module named 'lies_beside'; lies_beside is in {tmp_path}, where the runtime was started, but "
-        f"models do not import from there; start the runtime with PYTHONPATH={tmp_path}"
+        f"ModuleNotFoundError: No module named 'lies_beside'; lies_beside is in {tmp_path}, where the runtime was "
+        f"started, but models do not import from there; start the runtime with PYTHONPATH={tmp_path}"
     )
 
 
@@ -60,7 +60,8 @@ def test_a_missing_variable_leads_to_who_can_set_it(level: str) -> None:
         with pytest.raises(KeyError) as raised:
             read("MY_ENV")
         assert first_line(raised.value) == "KeyError: 'MY_ENV'" + (
-            "; a model in the sandbox 'strict' sees MY_ENV only if it is set for the runtime and MOONPOOL_ENVIRONMENT names it"
+            "; a model in the sandbox 'strict' sees MY_ENV only if it is set for the runtime and MOONPOOL_ENVIRONMENT "
+            "names it"
             if level == "strict"
             else "; set MY_ENV for the runtime, whose environment the model has"
         )

@@ -30,8 +30,8 @@ Loads = Callable[..., LoadedModel]
 
 pytestmark = pytest.mark.promise(
     "Testing models",
-    "`testing.load_ensemble` loads an ensemble with the models of its steps, which lie beside it, in the test's own process. It "
-    "answers as in a runtime.",
+    "`testing.load_ensemble` loads an ensemble with the models of its steps, which lie beside it, in the test's own "
+    "process. It answers as in a runtime.",
 )
 
 
@@ -133,8 +133,8 @@ def test_a_request_that_does_not_fit_is_refused(folder: Path, load: Loads) -> No
         ("circle", "circular dependency between ensembles: circle -> ... -> circle -> circle"),
         (
             "unfit",
-            "in ensemble unfit, ensemble tensor t1: inconsistent data type: TYPE_FP32 is inferred from model adds while "
-            "TYPE_STRING is inferred from model words",
+            "in ensemble unfit, ensemble tensor t1: inconsistent data type: TYPE_FP32 is inferred from model adds "
+            "while TYPE_STRING is inferred from model words",
         ),
     ],
 )

@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.triton,
     pytest.mark.promise(
         "Fidelity",
-        "Requests share a batch if they differ in the shapes of inputs with `allow_ragged_batch`, and in no other shape. "
-        "A Python model gets no `batch_input`, as in Triton.",
+        "Requests share a batch if they differ in the shapes of inputs with `allow_ragged_batch`, and in no other "
+        "shape. A Python model gets no `batch_input`, as in Triton.",
     ),
 ]
 

@@ -102,7 +102,8 @@ def test_results_of_other_requests_are_refused_and_other_configurations_are_told
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Instances can be killed or stopped under load: the report has the time until they are back, the share of failed requests, and the latencies of the others.",
+    "Instances can be killed or stopped under load: the report has the time until they are back, the share of failed "
+    "requests, and the latencies of the others.",
 )
 def test_instances_are_killed_under_load(cli: CommandLine) -> None:
     ended = cli(

@@ -16,8 +16,8 @@ QUICK = ("--concurrency", "1,2", "--seconds", "0.05", "--warm-up", "0", "--windo
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "One model can be measured in several hosts in turns, with ratios over the first one; a host that cannot be started is left "
-    "out with the reason.",
+    "One model can be measured in several hosts in turns, with ratios over the first one; a host that cannot be "
+    "started is left out with the reason.",
 )
 def test_a_model_is_measured_in_several_hosts(
     cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +75,8 @@ def test_a_model_is_measured_in_triton(cli: CommandLine, monkeypatch: pytest.Mon
 @pytest.mark.triton
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Faults reach the instances of a model in a tritonserver on this machine, too: for a share of its requests they hang.",
+    "Faults reach the instances of a model in a tritonserver on this machine, too: for a share of its requests they "
+    "hang.",
 )
 def test_instances_hang_in_triton(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(interpreter()))

@@ -25,7 +25,8 @@ SHAPES = ("--shape", "INPUT0=4", "--shape", "INPUT1=4")
 @needs_loadgen
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "MLPerf's LoadGen can send the requests, in its four scenarios, to a model in process or behind a server; its logs are kept.",
+    "MLPerf's LoadGen can send the requests, in its four scenarios, to a model in process or behind a server; its logs "
+    "are kept.",
 )
 @pytest.mark.parametrize(
     ("scenario", "where"),

@@ -73,7 +73,8 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
 
 @pytest.mark.promise(
     "Measuring (`moonpool bench`)",
-    "Servers are measured over TLS, with a certificate of the client if they ask for one, and not if theirs is not trusted.",
+    "Servers are measured over TLS, with a certificate of the client if they ask for one, and not if theirs is not "
+    "trusted.",
 )
 def test_a_server_is_measured_over_tls(cli: CommandLine, secure: Secure) -> None:
     ca, ours = ("--ca", secure.certificate), ("--client-certificate", secure.certificate)

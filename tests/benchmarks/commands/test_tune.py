@@ -135,7 +135,8 @@ def test_what_is_not_better_when_it_is_measured_again_is_not_written(
 
 @pytest.mark.promise(
     "Finding settings (`moonpool tune`)",
-    "If no settings hold within the limits, the best that was seen is shown, nothing is written, and the command fails.",
+    "If no settings hold within the limits, the best that was seen is shown, nothing is written, and the command "
+    "fails.",
 )
 def test_limits_that_cannot_be_met_are_told_with_the_best(cli: CommandLine) -> None:
     ended = cli(

@@ -30,7 +30,8 @@ def confirmed(rates: Rates, best: Measured, *seen: Measured) -> tuple[list[tuple
 
 @pytest.mark.promise(
     "Finding settings (`moonpool tune`)",
-    "Settings are compared at the same number of callers, and what was not better every time is neither proposed nor written.",
+    "Settings are compared at the same number of callers, and what was not better every time is neither proposed nor "
+    "written.",
 )
 def test_what_more_callers_brought_is_not_credited_to_the_settings() -> None:
     asked, found = confirmed(

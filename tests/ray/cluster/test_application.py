@@ -311,7 +311,8 @@ def infer_when_ready(model: str) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "Ray Serve",
-    "If a replica dies, requests inside it to an idempotent model are answered by another one. Others fail, and no request outside of it does.",
+    "If a replica dies, requests inside it to an idempotent model are answered by another one. Others fail, and no "
+    "request outside of it does.",
 )
 def test_requests_in_a_replica_that_dies_go_to_another_one_if_they_may(placed: Nodes) -> None:  # noqa: ARG001
     async def ask() -> list[Any]:

@@ -66,7 +66,8 @@ def ask(deployment: str, method: str) -> Any:
 
 @pytest.mark.promise(
     "Ray Serve",
-    "Packed, a replica loads a model when it is asked for, and drops the one that was used the longest ago when it has too many.",
+    "Packed, a replica loads a model when it is asked for, and drops the one that was used the longest ago when it has "
+    "too many.",
 )
 def test_packed_models_come_and_go(deploy: Callable[..., None]) -> None:
     deploy(models=["double", "once"], packed=True, models_per_replica=1, defaults=mr.Options(num_cpus=0.1))

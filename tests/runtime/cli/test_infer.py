@@ -98,8 +98,8 @@ def test_an_output_cannot_choose_another_folder(cli: CommandLine) -> None:
 
 @pytest.mark.promise(
     "The command line",
-    "`moonpool infer` asks models of each kind, in this process and over HTTP and gRPC: it prints each response of decoupled models and "
-    "ensembles, and makes a whole sequence of a request to a model with sequences.",
+    "`moonpool infer` asks models of each kind, in this process and over HTTP and gRPC: it prints each response of "
+    "decoupled models and ensembles, and makes a whole sequence of a request to a model with sequences.",
 )
 def test_models_of_each_kind_are_asked(cli: CommandLine) -> None:
     write_kinds(cli.folder / "models")

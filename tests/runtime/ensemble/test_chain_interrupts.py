@@ -42,7 +42,8 @@ def is_clean(runtime: moonpool.Runtime, ensemble: str, *members: str) -> bool:
 
 @pytest.mark.promise(
     "Ensembles",
-    "A signal handler may raise anywhere in a request to an ensemble. The caller gets its exception, and all models stay usable.",
+    "A signal handler may raise anywhere in a request to an ensemble. The caller gets its exception, and all models "
+    "stay usable.",
 )
 # An output of a step ends inside, perhaps with the exception.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

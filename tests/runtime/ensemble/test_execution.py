@@ -113,7 +113,8 @@ class TestOneResponse:
 class TestManyResponses:
     @pytest.mark.promise(
         "Ensembles",
-        "Each response of a decoupled model goes through the steps behind it by itself, and the caller gets one for each.",
+        "Each response of a decoupled model goes through the steps behind it by itself, and the caller gets one for "
+        "each.",
     )
     def test_a_step_runs_once_for_each_response(self) -> None:
         machine, _ = begun(STREAM.flow(), A="a")

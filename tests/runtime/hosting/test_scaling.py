@@ -72,8 +72,8 @@ def in_thread(act: Any, *arguments: Any, **named: Any) -> threading.Thread:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "Instances are added to a model while it serves, without waiting for what runs, and taken away once nothing is in them. The others "
-    "keep their processes, and no request is lost.",
+    "Instances are added to a model while it serves, without waiting for what runs, and taken away once nothing is in "
+    "them. The others keep their processes, and no request is lost.",
 )
 def test_instances_come_without_waiting_and_go_when_nothing_is_in_them(folder: Path) -> None:
     with holding(folder) as (backend, runtime):
@@ -156,8 +156,8 @@ def leave_by_an_exception(runtime: Runtime) -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "An instance that is to end does not wait for a batch whose callers have all left, nor, if `with` is left by an exception, "
-    "for more than a second.",
+    "An instance that is to end does not wait for a batch whose callers have all left, nor, if `with` is left by an "
+    "exception, for more than a second.",
 )
 @pytest.mark.parametrize(
     "end",
@@ -273,7 +273,8 @@ def delayed(delay_us: int, size: int = 0, preferred: int = 8) -> dict[str, Any]:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "Deadlines, the delay of a batcher and its queue policies change while a model serves, also for requests that wait.",
+    "Deadlines, the delay of a batcher and its queue policies change while a model serves, also for requests that "
+    "wait.",
 )
 def test_policies_change_for_requests_that_wait(folder: Path) -> None:
     with holding(folder, **delayed(600_000_000)) as (backend, runtime):

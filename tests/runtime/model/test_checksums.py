@@ -41,7 +41,8 @@ def guard(folder: Path, algorithm: str = "MD5") -> str:
 
 @pytest.mark.promise(
     "Models",
-    "A model whose configuration names the agent `checksum` loads only if its files have the MD5 or SHA256 digests that it demands.",
+    "A model whose configuration names the agent `checksum` loads only if its files have the MD5 or SHA256 digests "
+    "that it demands.",
 )
 @pytest.mark.parametrize("algorithm", ["MD5", "SHA256"])
 def test_a_file_with_another_digest_fails_the_load(tmp_path: Path, algorithm: str) -> None:
@@ -106,7 +107,8 @@ def test_a_file_is_read_again_only_if_it_may_have_changed(tmp_path: Path, monkey
 
 @pytest.mark.promise(
     "Models",
-    "A model with a repository agent that moonpool does not have is refused, except in a tritonserver, which runs the agents.",
+    "A model with a repository agent that moonpool does not have is refused, except in a tritonserver, which runs the "
+    "agents.",
 )
 @pytest.mark.parametrize(
     ("agents", "what"),

@@ -53,8 +53,8 @@ def _sort(messages: Any) -> None:
 
 @pytest.mark.promise(
     "The package",
-    "moonpool brings the messages of Triton's protocol along. Each field has the number, the type and the group that it has in Triton's own "
-    "client, which need not be installed.",
+    "moonpool brings the messages of Triton's protocol along. Each field has the number, the type and the group that "
+    "it has in Triton's own client, which need not be installed.",
 )
 @pytest.mark.parametrize("file", ["model_config", "service"])
 def test_each_field_is_that_of_tritons_client(file: str) -> None:

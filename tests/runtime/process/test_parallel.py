@@ -81,8 +81,9 @@ def test_an_interrupt_among_the_starts_leaves_nothing_running() -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "A task that awaits a load, a change of the number of instances, an unload or a close goes on when that has ended, also if a signal "
-    "handler raises while its event loop learns of the end. If one raises in the task, the task ends so when nothing is at work any more.",
+    "A task that awaits a load, a change of the number of instances, an unload or a close goes on when that has ended, "
+    "also if a signal handler raises while its event loop learns of the end. If one raises in the task, the task ends "
+    "so when nothing is at work any more.",
 )
 def test_a_task_goes_on_when_the_work_has_ended_wherever_a_handler_raises() -> None:
     loop = asyncio.new_event_loop()

@@ -50,8 +50,8 @@ WHOLE = {path: each for path, each in FILES.items() if not path.endswith("/")}
 
 @pytest.mark.promise(
     "Repositories in the cloud",
-    "A model is copied once. As long as its files have the same ETags, each later load takes the copy that is there, in "
-    "every process of the user.",
+    "A model is copied once. As long as its files have the same ETags, each later load takes the copy that is there, "
+    "in every process of the user.",
 )
 def test_a_model_is_copied_once(copies: CloudCopies, bucket: Bucket) -> None:
     first = copies.acquire("m")

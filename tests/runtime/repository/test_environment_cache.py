@@ -181,7 +181,8 @@ def test_an_unpacked_environment_has_the_content_of_its_hash(tmp_path: Path) -> 
 
 @pytest.mark.promise(
     "Environments",
-    "A runtime that waits for another process to make an environment stops waiting when it is closed, and some hours later at the latest.",
+    "A runtime that waits for another process to make an environment stops waiting when it is closed, and some hours "
+    "later at the latest.",
 )
 @pytest.mark.parametrize("how", ["stopped", "late"])
 def test_nobody_waits_for_another_process_for_ever(

@@ -214,7 +214,8 @@ CPU, NAMED = {"kind": "KIND_CPU"}, {"kind": "KIND_CPU", "host_policy": "far"}
 
 @pytest.mark.promise(
     "Hostile models",
-    "Where the operator set a level, instances leave the processors that `--host-policy` gives those of their kind only by a grant.",
+    "Where the operator set a level, instances leave the processors that `--host-policy` gives those of their kind "
+    "only by a grant.",
 )
 @pytest.mark.parametrize(
     ("policies", "groups", "cpus", "asked"),
@@ -268,7 +269,8 @@ def limited(*resources: tuple[str, int, bool]) -> Model:
 
 @pytest.mark.promise(
     "Hostile models",
-    "Where the operator set a level and a rate limiter, a model needs a grant for resources that others would wait for.",
+    "Where the operator set a level and a rate limiter, a model needs a grant for resources that others would wait "
+    "for.",
 )
 def test_resources_that_other_models_wait_for_need_a_grant() -> None:
     rules = HostingRules("strict", limits_rate=True)

@@ -114,8 +114,8 @@ def waits(runtime: Runtime, name: str, count: int) -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "With load on demand, a model is known, ready and without processes until the first request. Requests that come meanwhile wait, and the "
-    "model is started once for all of them.",
+    "With load on demand, a model is known, ready and without processes until the first request. Requests that come "
+    "meanwhile wait, and the model is started once for all of them.",
 )
 def test_concurrent_first_requests_start_a_model_once(tmp_path: Path) -> None:
     with sleepy(tmp_path, "m") as (backend, runtime):
@@ -152,8 +152,8 @@ def test_all_ways_to_ask_wake_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If no more models may be in memory, one that nobody uses is put to sleep for the one that is asked for; never one with requests inside, "
-    "and never a pinned one.",
+    "If no more models may be in memory, one that nobody uses is put to sleep for the one that is asked for; never one "
+    "with requests inside, and never a pinned one.",
 )
 def test_the_model_that_nobody_uses_goes(tmp_path: Path) -> None:
     pinned = {"pinned": {"MOONPOOL_PIN": "yes"}}
@@ -194,8 +194,8 @@ def test_requests_wait_under_their_own_deadline_while_nothing_may_go(tmp_path: P
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If nothing may go for too long, the requests that wait get an error that says which limit is short and why the others stay, and when "
-    "to come back.",
+    "If nothing may go for too long, the requests that wait get an error that says which limit is short and why the "
+    "others stay, and when to come back.",
 )
 def test_requests_are_refused_with_the_reason_when_nothing_may_go(tmp_path: Path) -> None:
     with sleepy(tmp_path, "m", "used", models=1, patience_s=0.0) as (backend, runtime):
@@ -221,7 +221,8 @@ def _answers(runtime: Runtime) -> bool:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If a model cannot be started on demand, all who wait get the reason, and requests are refused with it for a while, longer after each failure.",
+    "If a model cannot be started on demand, all who wait get the reason, and requests are refused with it for a "
+    "while, longer after each failure.",
 )
 def test_a_start_that_fails_answers_all_who_wait_and_is_tried_again(tmp_path: Path) -> None:
     slow = {"m": {"MOONPOOL_RESTART_BACKOFF_S": "0.2"}}
@@ -464,7 +465,8 @@ def test_a_load_of_a_sleeping_model_with_other_groups_changes_its_next_start(tmp
 
 @pytest.mark.promise(
     "Lifecycle",
-    "With `MOONPOOL_IDLE_S`, the instances of a model that nobody asks end after so long, and the next request starts them again.",
+    "With `MOONPOOL_IDLE_S`, the instances of a model that nobody asks end after so long, and the next request starts "
+    "them again.",
 )
 def test_a_model_that_nobody_asks_sleeps_and_comes_back(folder: Path) -> None:
     backend = SleepyBackend()

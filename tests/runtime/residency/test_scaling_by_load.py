@@ -49,8 +49,8 @@ def has(runtime: Runtime, count: int) -> None:
 
 @pytest.mark.promise(
     "Lifecycle",
-    "With `MOONPOOL_INSTANCES`, instances come while requests wait for longer than the target, and go when they have nothing to do, each step with its reason in "
-    "the log.",
+    "With `MOONPOOL_INSTANCES`, instances come while requests wait for longer than the target, and go when they have "
+    "nothing to do, each step with its reason in the log.",
 )
 def test_instances_follow_the_requests_that_wait(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "moonpool"), scaled(folder, INSTANCES="1..4") as (backend, runtime):

@@ -503,8 +503,8 @@ def test_the_others_are_answered_when_the_thread_that_drives_is_interrupted(
 
 @pytest.mark.promise(
     "Lifecycle",
-    "If a signal handler raises while a caller sends a batch or reads its answer, the process may have to end. That counts as no death of "
-    "the model.",
+    "If a signal handler raises while a caller sends a batch or reads its answer, the process may have to end. That "
+    "counts as no death of the model.",
 )
 def test_an_end_that_an_interrupted_caller_causes_is_no_death_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,9 @@ from moonpool.runtime.schedule.rate_limiter import Resource, ResourcePool, read_
 
 pytestmark = pytest.mark.promise(
     "Batching",
-    "With a rate limiter, an instance executes only while the resources that its configuration names are free, and all of them come "
-    "back: with the answer, the loss or the end of the instance. Of those that wait, the one goes first that has executed least.",
+    "With a rate limiter, an instance executes only while the resources that its configuration names are free, and all "
+    "of them come back: with the answer, the loss or the end of the instance. Of those that wait, the one goes first "
+    "that has executed least.",
 )
 START, END = 1, 2
 

@@ -30,8 +30,8 @@ from moonpool.runtime.schedule.response_cache import CachedResponse, CachingSche
 
 pytestmark = pytest.mark.promise(
     "Requests",
-    "A model with `response_cache` answers an equal request from the cache, which wakes no instance. Requests are equal if their "
-    "inputs, requested outputs and parameters are; the digest has 256 bits.",
+    "A model with `response_cache` answers an equal request from the cache, which wakes no instance. Requests are "
+    "equal if their inputs, requested outputs and parameters are; the digest has 256 bits.",
 )
 CACHED: dict[str, Any] = {"response_cache": {"enable": True}}
 
@@ -437,7 +437,8 @@ CHOSEN: dict[str, Any] = {
 
 @pytest.mark.promise(
     "Requests",
-    "The response cache takes no more memory than it was given, whatever models put into their responses: names, parameters and shapes count.",
+    "The response cache takes no more memory than it was given, whatever models put into their responses: names, "
+    "parameters and shapes count.",
 )
 @pytest.mark.parametrize("what", CHOSEN)
 def test_an_entry_takes_no_more_memory_than_is_counted(what: str) -> None:

@@ -239,7 +239,8 @@ def test_a_callback_that_raises_whatever_it_likes_harms_nobody(folder: Path, cap
 
 @pytest.mark.promise(
     "Requests",
-    "Whatever a callback of a future raises or waits for, other requests get their outcomes, those of the same batch, too.",
+    "Whatever a callback of a future raises or waits for, other requests get their outcomes, those of the same batch, "
+    "too.",
 )
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, KeyboardInterrupt, GeneratorExit, SystemExit, Planned])
 def test_a_callback_takes_no_outcome_from_others(folder: Path, kind: type[BaseException]) -> None:
@@ -286,7 +287,8 @@ def test_a_callback_that_waits_holds_up_nobody_else(folder: Path) -> None:
 
 @pytest.mark.promise(
     "Requests",
-    "A lock of a future that stays taken, as after a signal handler that raised in `Future.result`, holds up the outcome of that future alone.",
+    "A lock of a future that stays taken, as after a signal handler that raised in `Future.result`, holds up the "
+    "outcome of that future alone.",
 )
 def test_a_lock_of_a_future_that_stays_taken_holds_up_nobody_else(folder: Path) -> None:
     with holding(folder, **BATCHING) as (backend, runtime):

@@ -314,7 +314,8 @@ def descriptors(pid: int) -> Sequence[str]:
 
 @pytest.mark.promise(
     "Memory of clients that is lent",
-    "Inputs in memory of clients that have to be copied take at most a quarter of the machine's memory, those of all requests together.",
+    "Inputs in memory of clients that have to be copied take at most a quarter of the machine's memory, those of all "
+    "requests together.",
 )
 def test_copies_for_all_requests_have_one_limit(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     hosted = client.load("gives_back")

@@ -149,8 +149,8 @@ def test_regions_beyond_the_first_are_given_up_when_nothing_lay_in_them_for_a_wh
 
 @pytest.mark.promise(
     "Limits",
-    "The first region by which memory has grown is kept for a minute, others for five seconds. If memory would be refused "
-    "otherwise, they are given up at once.",
+    "The first region by which memory has grown is kept for a minute, others for five seconds. If memory would be "
+    "refused otherwise, they are given up at once.",
 )
 def test_what_is_kept_for_later_makes_room_at_the_limit() -> None:
     memory = CallerMemory(16 * MiB)

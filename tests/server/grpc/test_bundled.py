@@ -19,7 +19,8 @@ from moonpool.runtime.server import grpc as package
 
 pytestmark = pytest.mark.promise(
     "The package",
-    "A wheel has a copy of nghttp2, with its license, if it was built where there is one. gRPC is served over it where the "
+    "A wheel has a copy of nghttp2, with its license, if it was built where there is one. gRPC is served over it where "
+    "the "
     "system has none, and else over the system's.",
 )
 HERE = Path(package.__file__).parent
@@ -62,8 +63,8 @@ def test_grpc_is_served_where_the_system_has_no_library(tmp_path: Path) -> None:
 
 @pytest.mark.promise(
     "gRPC",
-    "Without nghttp2 or a compiler there is no gRPC: the server does not start, and says what to install. It serves HTTP "
-    "alone with `--allow-grpc=false`.",
+    "Without nghttp2 or a compiler there is no gRPC: the server does not start, and says what to install. It serves "
+    "HTTP alone with `--allow-grpc=false`.",
 )
 def test_http_alone_needs_no_library(tmp_path: Path) -> None:
     hide = (*HIDE, library_of_the_system())

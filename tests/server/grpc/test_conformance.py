@@ -47,7 +47,8 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 
 pytestmark = pytest.mark.promise(
     "gRPC",
-    "HTTP/2 is as RFC 9113 has it: each violation gets the error of its section, on its stream or for the connection, or is dropped where it may have crossed a reset; what is allowed is taken.",
+    "HTTP/2 is as RFC 9113 has it: each violation gets the error of its section, on its stream or for the connection, "
+    "or is dropped where it may have crossed a reset; what is allowed is taken.",
 )
 NO_ERROR, PROTOCOL, INTERNAL, FLOW_CONTROL, _, STREAM_CLOSED, FRAME_SIZE, REFUSED, CANCEL, COMPRESSION = range(10)  # fmt: skip
 PADDED, WITH_PRIORITY, PUSH_PROMISE = 8, 32, 5

@@ -27,8 +27,8 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 
 pytestmark = pytest.mark.promise(
     "gRPC",
-    "gRPC's interoperability cases hold: empty and large messages, streams of either side and of both, cancellation before "
-    "and after the first response, deadlines, statuses with any text, missing methods and services, metadata.",
+    "gRPC's interoperability cases hold: empty and large messages, streams of either side and of both, cancellation "
+    "before and after the first response, deadlines, statuses with any text, missing methods and services, metadata.",
 )
 SERVICE = "inference.GRPCInferenceService"
 LARGE_BYTES = 271_828

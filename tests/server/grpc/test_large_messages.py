@@ -325,7 +325,8 @@ def test_a_client_that_only_announces_gets_no_more_than_its_share(served: Served
 
 @pytest.mark.promise(
     "gRPC",
-    "A large request that does not come ends after a time, also if its client pings meanwhile, and its memory is free again.",
+    "A large request that does not come ends after a time, also if its client pings meanwhile, and its memory is free "
+    "again.",
 )
 def test_a_large_request_that_does_not_come_is_ended(serve: Serve) -> None:
     served = serve(read_timeout_ms=3000, http2_max_ping_strikes=0)

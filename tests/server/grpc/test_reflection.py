@@ -23,7 +23,8 @@ from moonpool.runtime.server.grpc.options import GrpcOptions
 
 pytestmark = pytest.mark.promise(
     "gRPC",
-    "With `--grpc-reflection=true` a client without the service's description finds it, in both versions of gRPC's reflection.",
+    "With `--grpc-reflection=true` a client without the service's description finds it, in both versions of gRPC's "
+    "reflection.",
 )
 SERVICES = [
     "grpc.health.v1.Health",

@@ -162,7 +162,8 @@ def test_an_interrupt_at_any_point_of_a_decoupled_request_loses_nothing(answered
 
 @pytest.mark.promise(
     "Requests between models",
-    "A loop over responses that a signal handler interrupts, at any point, goes on with the one that it would have got.",
+    "A loop over responses that a signal handler interrupts, at any point, goes on with the one that it would have "
+    "got.",
 )
 def test_a_loop_that_is_interrupted_anywhere_goes_on_with_the_response_that_it_missed(answered: Answered) -> None:
     got: list[Any] = []

@@ -259,7 +259,8 @@ GOOD = {"A": rows(2), "B": np.array([1, 2])}
         ({**GOOD, "B": "ab"}, "returned an object of type str as output 'B', and it cannot be"),
         (
             {**GOOD, "B": object()},
-            "returned an object of type object as output 'B', and it cannot be made an array of TYPE_INT64: it is neither an array",
+            "returned an object of type object as output 'B', and it cannot be made an array of TYPE_INT64: it is "
+            "neither an array",
         ),
     ],
     # The address of an object is no part of the test's name.

@@ -128,8 +128,8 @@ MADE = [plain, of_text, in_place, failed, long]
 
 @pytest.mark.promise(
     "Responses at any time",
-    "A signal handler of a model may raise at any point of `send`: `send` raises that, the response was sent or not, and the sender "
-    "goes on from there.",
+    "A signal handler of a model may raise at any point of `send`: `send` raises that, the response was sent or not, "
+    "and the sender goes on from there.",
 )
 @pytest.mark.parametrize("make", MADE)
 def test_an_interrupt_at_any_point_of_a_send_loses_nothing(

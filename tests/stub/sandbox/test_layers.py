@@ -69,7 +69,8 @@ def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
         "import socket; a, b = socket.socketpair(); a.setblocking(False); a.send(b'x'); b.recv(1)",
         "import select, os; select.poll().register(os.pipe()[0])",
         "import resource; resource.getrusage(resource.RUSAGE_SELF); resource.getrlimit(resource.RLIMIT_AS)",
-        "import faulthandler, ctypes, zoneinfo, sqlite3; sqlite3.connect('file:d?nolock=1', uri=True).execute('create table t (x)')",
+        "import faulthandler, ctypes, zoneinfo, sqlite3; sqlite3.connect('file:d?nolock=1', uri=True).execute('create "
+        "table t (x)')",
         "import ssl, hashlib; ssl.create_default_context(); hashlib.sha256(b'x').digest()",
         "import uuid, platform, locale, getpass, logging; uuid.uuid4(); platform.platform(); uuid.uuid1()",
         "import multiprocessing, concurrent.futures; concurrent.futures.ThreadPoolExecutor(2).submit(str)",
@@ -77,7 +78,8 @@ def test_a_strict_process_does_what_models_do(identity: Identity) -> None:
         "open('/proc/self/maps').read(); open('/proc/meminfo').read(); open('/proc/cpuinfo').read()",
         "os.cpu_count(); os.sched_getaffinity(0); os.uname(); os.getloadavg",
         # Of the processors that a control group may use, in both versions.
-        "names = ('cpu.max', 'cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us'); paths = [f'/sys/fs/cgroup/{name}' for name in names]",
+        "names = ('cpu.max', 'cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us'); paths = [f'/sys/fs/cgroup/{name}' for "
+        "name in names]",
         "for path in filter(os.path.exists, paths): open(path).read()",
         "os.fstat(0); os.isatty(0); os.set_blocking(os.pipe()[0], False)",
     ]
@@ -187,7 +189,8 @@ kernel.call({name!r}, -1, -1, -1, -1, -1)
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "From version 9 of Landlock on, a contained process reaches no socket by its path, and rights of versions that moonpool does not know are named.",
+    "From version 9 of Landlock on, a contained process reaches no socket by its path, and rights of versions that "
+    "moonpool does not know are named.",
 )
 @pytest.mark.parametrize(("version", "rights"), [(1, 13), (3, 15), (7, 16), (9, 17), (10, 17), (99, 17)])
 def test_landlock_takes_all_rights_that_the_kernel_knows(

@@ -86,14 +86,15 @@ def test_asyncio_and_sqlite_work_as_well(identity: Identity) -> None:
 
 @pytest.mark.promise(
     "Layers of the sandbox",
-    "Locks on parts of files are granted as `locks`. A model whose files no other process may write to has them without a grant, and "
-    "without a lock in the kernel. Others are refused them.",
+    "Locks on parts of files are granted as `locks`. A model whose files no other process may write to has them "
+    "without a grant, and without a lock in the kernel. Others are refused them.",
 )
 def test_sqlite_locks_its_files_where_nobody_else_writes_or_that_is_granted(identity: Identity) -> None:
     uses = [
         "import sqlite3; a = sqlite3.connect('a.db'); a.execute('create table t (x)'); a.commit()",
         "sqlite3.connect('b.db').execute('pragma journal_mode=wal').fetchone()[0]",
-        "b = sqlite3.connect('b.db'); b.execute('create table t (x)'); b.execute('insert into t values (7)'); b.commit()",
+        "b = sqlite3.connect('b.db'); b.execute('create table t (x)'); b.execute('insert into t values (7)'); "
+        "b.commit()",
         "sqlite3.connect('b.db').execute('select x from t').fetchone()[0]",
     ]
 

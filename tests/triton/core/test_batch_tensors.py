@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.promise(
         "Fidelity",
-        "A `batch_input` or `batch_output` that contradicts the inputs and outputs is refused with the text of a real Triton.",
+        "A `batch_input` or `batch_output` that contradicts the inputs and outputs is refused with the text of a real "
+        "Triton.",
     ),
 ]
 COUNT = "batch_input { kind: BATCH_ELEMENT_COUNT target_name: 'N' data_type: TYPE_INT32 "

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.promise(
         "Fidelity",
-        "With the rate limiter, no more instances execute at the same time than resources allow, as in a real Triton, and the same models "
-        "are refused with its texts.",
+        "With the rate limiter, no more instances execute at the same time than resources allow, as in a real Triton, "
+        "and the same models are refused with its texts.",
     ),
 ]
 

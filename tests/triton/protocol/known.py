@@ -50,7 +50,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "A key that can be no name of an object": (r"memory: register \{'key': '(|/../etc/passwd|/a/b)'\}",),
     "The status of what was cancelled": (r"models: fails CANCELLED",),
     "A parameter that stands twice in `generate`": (
-        r'generate: /v2/models/says/generate b\'\{"text_input":"a",.*("p":1,"p":2|"parameters".*"parameters"|"id".*"id").*',
+        r'generate: /v2/models/says/generate '
+        r'b\'\{"text_input":"a",.*("p":1,"p":2|"parameters".*"parameters"|"id".*"id").*',
     ),
     "The body of a health check": (
         r"\w+: GET /v2/(health/(live(\?x=1)?|ready)|models/add_sub(/versions/0*1)?/ready)",

@@ -63,7 +63,8 @@ def end(request: pytest.FixtureRequest, tmp_path: Path) -> Fits:
 
 @pytest.mark.promise(
     "Containment",
-    "A pattern for names has one sign, `*`, which stands for any characters. A grant with patterns gives the same in a runtime and in a tritonserver.",
+    "A pattern for names has one sign, `*`, which stands for any characters. A grant with patterns gives the same in a "
+    "runtime and in a tritonserver.",
 )
 def test_both_ends_decide_alike(end: Fits) -> None:
     told = end([(pattern, name) for pattern, name, _ in TABLE])
