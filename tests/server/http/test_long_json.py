@@ -79,7 +79,7 @@ def test_generate_writes_in_the_same_way(serving: Serving) -> None:
 def test_a_string_that_is_no_utf8_is_refused(serving: Serving, strings: list[bytes]) -> None:
     body, headers = binary({"STRING": np.array(strings, object)})
     reply = serving.post("/v2/models/echo/infer", body, headers)
-    assert (reply.status, "no UTF-8" in reply.error) == (400, True)
+    assert (reply.status, "not UTF-8" in reply.error) == (400, True)
 
 
 class Exchange:
