@@ -353,9 +353,10 @@ def lines_of_prose(path: Path) -> Iterator[int]:
 
 
 def test_lines_of_the_product_have_at_most_120_characters() -> None:
-    kinds = {"", ".c", ".cpp", ".h", ".html", ".py", ".pyi", ".pxd", ".pyx", ".toml"}
-    folders = (".ci", "benchmarks", "docs", "ipc", "runtime", "src", "stub", "tests/gpu")
+    kinds = {".c", ".cpp", ".h", ".html", ".py", ".pyi", ".pxd", ".pyx", ".toml"}
+    folders = ("benchmarks", "docs", "ipc", "runtime", "src", "stub", "tests/gpu")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    paths += (ROOT / ".ci").iterdir()
     made = ROOT / "ipc/native/wire.h"
     long = [
         f"{path.relative_to(ROOT)}:{number}"
