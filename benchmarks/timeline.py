@@ -225,8 +225,7 @@ def _batches(traces: Iterable[ServerTrace], begin_ns: int) -> Iterator[dict[str,
 
 def _named(number: int, name: str) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index",
-        "args": {"sort_index": number}}  # fmt: skip
+    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}}
 
 
 def _row_of(free_ns: list[int], from_ns: int, to_ns: int) -> int:

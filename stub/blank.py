@@ -163,7 +163,7 @@ def _become(
         die_with(parent_pid)
         channel.close()
         *fds, output_fd = fds
-        # It, too, may have been made anew.
+        # The folder may have been made anew since the template was started.
         os.chdir(folder)
         take_over(output_fd, variables)
         with contextlib.suppress(AttributeError):

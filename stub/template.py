@@ -300,7 +300,7 @@ def take_over(output_fd: int, variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
         else:
             os.environ.pop(name, None)
-    # Folders may have been made anew since the process was started.
+    # Something may have been installed since the process was started.
     importlib.invalidate_caches()
     reseed()
 

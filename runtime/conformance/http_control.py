@@ -274,10 +274,10 @@ REPOSITORY: list[Case] = [
 ]  # fmt: skip
 
 _TRACE, _LOG = "/v2/trace/setting", "/v2/logging"
-_NO_TRACE = post(_TRACE, {"trace_level": None, "trace_rate": None, "trace_count": None,
-    "log_frequency": None})  # fmt: skip
-_USUAL_LOG = post(_LOG, {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0,
-    "log_format": "default"})  # fmt: skip
+_NO_TRACE = post(_TRACE, {"trace_level": None, "trace_rate": None, "trace_count": None, "log_frequency": None})
+_USUAL_LOG = post(
+    _LOG, {"log_info": True, "log_warning": True, "log_error": True, "log_verbose_level": 0, "log_format": "default"}
+)
 
 
 def _set(path: str, usual: Http, *bodies: Any) -> list[Case]:

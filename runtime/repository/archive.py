@@ -51,7 +51,7 @@ _MOST_TIMES = 100
 _ALWAYS_BYTES = 1 << 30
 # Functions that remove directories recurse.
 _DEPTH_LIMIT = 128
-# Those of Linux. Errors quote names, which are as long as the archive likes otherwise.
+# The limits of Linux. Errors quote names, so an archive must not choose how long these are.
 _NAME_LIMIT, _STEP_LIMIT = 4096, 255
 _READER = str(Path(__file__).resolve().parents[2] / "stub" / "programs" / "archive.py")
 _MESSAGE = struct.Struct("<cI")

@@ -90,7 +90,7 @@ def finished(text: list[bytes], parts: list[Part]) -> tuple[Headers, list[Part]]
 
 
 def _model_text(model: Model) -> bytes:
-    """Return the begin of each response of a model, up to its first output."""
+    """Return the text with which each response of a model begins, up to its first output."""
     key = (model.name, model.version)
     known = _models.get(key)
     return known or _models.keep(key, dumps(_root(model, "", [], {}))[1:-2])

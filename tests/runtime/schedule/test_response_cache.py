@@ -346,7 +346,10 @@ def test_requests_that_come_together_are_looked_for_each_by_itself(folder: Path)
         scheduler.submit_all(requests)
         backend.is_quick = True
         backend.wait_for(2).answer()
-        outcomes = [wait_until(lambda each=each: each.waiter.outcome, PATIENCE_S) for each in requests]  # type: ignore[misc]
+        outcomes = [
+            wait_until(lambda each=each: each.waiter.outcome, PATIENCE_S)  # type: ignore[misc]
+            for each in requests
+        ]
         values = ["full" if isinstance(each, QueueFull) else each.outputs["Y"].item() for each in outcomes]
         # One waits, as the policy says, and two are refused. The refused ones leave nothing behind.
         assert values == [1, 2, 1, "full", "full"]
